@@ -1,0 +1,144 @@
+"""FSDP with a hybrid shard degree: torch's ``fully_shard``, told the mesh by one number."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_tp.mesh import ParallelMesh, init_mesh
+from fsdp_tp.modules import require_no_optimizer
+
+logger = logging.getLogger("fsdp_tp")
+
+_COMM = ("auto", "torch")
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: ParallelMesh | DeviceMesh | None = None,
+    hybrid_shard_degree: int | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    comm: str = "auto",
+) -> Any:
+    """``torch.distributed.fsdp.fully_shard`` plus ``hybrid_shard_degree``.
+
+    Same meaning, so a script may change only its import. Call it on the blocks, then on the
+    root. Returns ``module``, now also an ``FSDPModule``.
+
+    Args:
+        module: a module, or a list of modules that form one group.
+        mesh: a ParallelMesh; or a 1-D (shard) or 2-D (replicate, shard) DeviceMesh as torch
+            takes it; by default one mesh over the whole world.
+        hybrid_shard_degree: over how many ranks to shard, with replicas on the rest: 0 all,
+            1 none, n a divisor. Given a ParallelMesh it may only repeat the mesh's degree.
+        reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params:
+            as in torch.
+        comm: how the collectives run: ``"torch"`` (the default process groups) or ``"auto"``
+            (the fastest that applies; today that is ``"torch"``).
+
+    Raises:
+        ValueError: a degree that does not divide, an unknown ``comm``, tensor-parallel
+            parameters without their mesh, or an optimizer that already holds the parameters.
+    """
+    _choose_comm(comm)
+    modules = module if isinstance(module, list | tuple) else [module]
+    for each in modules:
+        require_no_optimizer(each, "fully_shard")
+    return torch_fully_shard(
+        module,
+        mesh=_fsdp_mesh(modules, mesh, hybrid_shard_degree),
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+    )
+
+
+@contextmanager
+def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Wraps the backward of one micro-batch of an accumulation.
+
+    Every micro-batch reduce-scatters its gradients inside the shard group, which keeps them
+    sharded; only the ``last`` one adds them up over the replicas: one replicate all-reduce an
+    optimizer step instead of one a micro-batch, with the same result. Without FSDP it does
+    nothing. Every step needs a last micro-batch: without it ``.grad`` stays None::
+
+        for index, batch in enumerate(micro_batches):
+            with fsdp_tp.accumulate(model, last=index == len(micro_batches) - 1):
+                loss(batch).backward()
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)
+        model.set_is_last_backward(True)
+
+
+def _fsdp_mesh(
+    modules: list[nn.Module], mesh: ParallelMesh | DeviceMesh | None, hybrid_shard_degree: int | None
+) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        if hybrid_shard_degree is not None:
+            raise ValueError(
+                f"hybrid_shard_degree={hybrid_shard_degree} cannot be combined with a DeviceMesh, which fixes the "
+                "degree already; pass a ParallelMesh or no mesh"
+            )
+        return mesh
+    if mesh is None:
+        if any(isinstance(parameter, DTensor) for each in modules for parameter in each.parameters()):
+            raise ValueError(
+                "the module has DTensor parameters: pass mesh=, the ParallelMesh on whose tensor axis they are split"
+            )
+        mesh = _world_mesh(hybrid_shard_degree or 0)
+    degree = mesh.shard.size()
+    if hybrid_shard_degree not in (None, degree) and not (
+        hybrid_shard_degree == 0 and mesh.replicate_size == 1
+    ):
+        raise ValueError(f"hybrid_shard_degree={hybrid_shard_degree} contradicts the mesh, which was built for {degree}")
+    return mesh.fsdp if mesh.replicate_size > 1 else mesh.shard
+
+
+# One mesh for all fully_shard calls of a script that passes none, for as long as its world lives:
+# building a mesh creates process groups.
+_world_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, ParallelMesh]] = WeakKeyDictionary()
+
+
+def _world_mesh(hybrid_shard_degree: int) -> ParallelMesh:
+    if not dist.is_initialized():
+        return init_mesh(hybrid_shard_degree=hybrid_shard_degree)
+    assert dist.group.WORLD is not None
+    meshes = _world_meshes.setdefault(dist.group.WORLD, {})
+    if hybrid_shard_degree not in meshes:
+        meshes[hybrid_shard_degree] = init_mesh(hybrid_shard_degree=hybrid_shard_degree)
+    return meshes[hybrid_shard_degree]
+
+
+@cache
+def _choose_comm(comm: str) -> str:
+    if comm not in _COMM:
+        raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, _COMM))}")
+    if comm == "auto":
+        logger.info("comm='auto' uses torch's own collectives: there is no other path yet")
+    return "torch"

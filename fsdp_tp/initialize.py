@@ -1,0 +1,132 @@
+"""From the meta device to initial weights that do not depend on the layout.
+
+Every module draws its whole weights from a generator seeded by (seed, module path), and
+each rank keeps its part. One process and a thousand ranks get the same global weights, and
+no rank ever holds more than one module whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.?")
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Gives every meta parameter and buffer of ``model`` (uninitialised) memory on ``device``.
+
+    Unlike ``nn.Module.to_empty`` it keeps tied weights tied and leaves alone what is not on
+    the meta device.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    empty: Tensor = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = empty
+                table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
+    """Draws new initial weights for the whole of ``model``, in place, and returns it.
+
+    Call it on one process, on a tensor-parallel or on a fully sharded model: the same seed
+    gives the same global weights, bit for bit, on one kind of device. Each module is
+    initialised by its Hugging Face model's ``_init_weights``, or else by its own
+    ``reset_parameters`` or ``init_weights``, on whole plain tensors. Needs no communication.
+
+    Args:
+        model: with real (not meta) parameters; see :func:`materialize`.
+        seed: of all random numbers.
+
+    Raises:
+        ValueError: a module has parameters or non-persistent buffers of its own and no way to
+            initialise them; the message names it.
+    """
+    done: set[int] = set()
+    hugging_face = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
+    for path, module in model.named_modules():
+        own = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) not in done
+        }
+        buffers = any(name in module._non_persistent_buffers_set for name in module._buffers)
+        if not own and not buffers:
+            continue
+        done.update(id(parameter) for parameter in own.values())
+        _initialize_module(module, path, own, _initializer(module, path, hugging_face), seed)
+    return model
+
+
+def _initialize_module(
+    module: nn.Module, path: str, own: dict[str, nn.Parameter], initializer: Any, seed: int
+) -> None:
+    device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
+    tables = dict(module._parameters)
+    whole = {
+        name: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        for name, parameter in own.items()
+    }
+    devices = [device] if device.type != "cpu" else []
+    try:
+        module._parameters.update(whole)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            torch.manual_seed(_seed_of(path, seed))
+            initializer()
+    finally:
+        module._parameters.update(tables)
+    for name, parameter in own.items():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+        local.copy_(own_part(whole[name].data, parameter))
+
+
+def _initializer(module: nn.Module, path: str, hugging_face: dict[str, nn.Module]) -> Any:
+    owners = [owner for owner in hugging_face if owner == "" or path == owner or path.startswith(f"{owner}.")]
+    if owners:
+        init_weights: Any = hugging_face[max(owners, key=len)]._init_weights
+        return lambda: init_weights(module)
+    for name in ("reset_parameters", "init_weights"):
+        if callable(method := getattr(module, name, None)):
+            return method
+    raise ValueError(
+        f"module {path or 'root'!r} ({type(module).__name__}) has parameters or buffers of its own but no "
+        "reset_parameters() or init_weights() method that would initialise them; define one"
+    )
+
+
+def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of ``whole``, a tensor of ``parameter``'s global shape. No communication.
+
+    The tensor axis comes last in a mesh but splits first: FSDP shards what it left.
+    """
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if placement.is_replicate():
+            continue
+        chunks = whole.chunk(mesh.size(axis), placement.dim)  # type: ignore[attr-defined]
+        index = coordinate[axis]
+        whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+    return whole
+
+
+def _seed_of(path: str, seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{_WRAPPERS.sub('', path).rstrip('.')}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

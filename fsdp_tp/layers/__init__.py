@@ -1,0 +1,7 @@
+"""What takes the place of ``nn.Linear`` and its neighbours on the tensor axis."""
+
+from fsdp_tp.layers.embedding import VocabParallelEmbedding
+from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_parallel_cross_entropy"]

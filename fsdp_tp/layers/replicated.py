@@ -1,0 +1,82 @@
+"""Replicated parameters of modules that know nothing of tensor parallelism.
+
+A norm, or any module of the user's own, reads ``self.weight`` and expects a plain tensor,
+but outside ``forward`` that weight is a DTensor. :func:`bind_locals` puts the local tensors
+in its place for the length of a forward. Where every rank applies the weight to its own
+slice of the activations (``partial``), the gradient must be summed over the tensor axis:
+bound on a whole block, the weights of all its modules share one all-reduce.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_tp import regions
+from fsdp_tp.layers.front import put_in_front
+from fsdp_tp.layers.parameter import is_fsdp_sharded, to_local
+
+
+class ReplicatedParameter(NamedTuple):
+    """One replicated parameter: ``getattr(module, name)``."""
+
+    module: nn.Module
+    name: str
+    partial: bool
+    """Each rank's gradient is a partial sum over the tensor axis."""
+
+
+def bind_locals(module: nn.Module, parameters: list[ReplicatedParameter], group: dist.ProcessGroup) -> None:
+    """From now on ``module.forward`` sees plain local tensors in place of ``parameters``.
+
+    Bindings nest: an inner module leaves alone what an outer one has already bound.
+    """
+    module._replicated_parameters = parameters  # type: ignore[assignment]
+    module._tensor_group = group  # type: ignore[assignment]
+    put_in_front(module, Bound)
+
+
+def local_with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The local tensor of one ``partial`` parameter, unless an outer binding has put it in place."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return regions.sum_gradients([to_local(parameter)], group)[0]
+
+
+class Bound:
+    """Swaps the locals in, and out again whatever happens."""
+
+    _replicated_parameters: list[ReplicatedParameter]
+    _tensor_group: dist.ProcessGroup
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        bound: list[tuple[ReplicatedParameter, nn.Parameter]] = []
+        whole: list[Tensor] = []
+        partial: list[Tensor] = []
+        for entry in self._replicated_parameters:
+            parameter = entry.module._parameters[entry.name]
+            # A plain tensor is bound already; a shard of an inner FSDP module that is gathered later binds itself.
+            if isinstance(parameter, DTensor) and (entry.module is self or not is_fsdp_sharded(parameter)):
+                bound.append((entry, parameter))
+                (partial if entry.partial else whole).append(to_local(parameter))
+        partial = regions.sum_gradients(partial, self._tensor_group)
+        for entry, _ in bound:
+            entry.module._parameters[entry.name] = (partial if entry.partial else whole).pop(0)  # type: ignore[assignment]
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for entry, parameter in bound:
+                entry.module._parameters[entry.name] = parameter
+
+
+def replicated_parameters(module: nn.Module, *, partial: bool) -> list[ReplicatedParameter]:
+    """The parameters that ``module`` itself owns, as entries for :func:`bind_locals`."""
+    return [
+        ReplicatedParameter(module, name, partial)
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, torch.Tensor)
+    ]

@@ -1,0 +1,178 @@
+"""ParallelMesh: one world of ranks with five named axes."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_tp.config import MeshShape, ParallelConfig
+
+_DESCRIBED_RANKS = 64
+
+
+class ParallelMesh:
+    """The ranks of a training job, arranged on the axes
+    ``(pipeline, replicate, shard, context, tensor)``; all five always exist.
+
+    Build it with :func:`init_mesh`. It owns no process group: they belong to
+    ``device_mesh``, and whoever needs one is handed the mesh.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        if device_mesh.mesh_dim_names != MeshShape._fields:
+            raise ValueError(
+                f"a ParallelMesh has the axes {', '.join(MeshShape._fields)}, not {device_mesh.mesh_dim_names}"
+            )
+        self.device_mesh = device_mesh
+        self.shape = MeshShape(*device_mesh.mesh.shape)
+
+    @property
+    def device_type(self) -> str:
+        """``"cuda"`` or ``"cpu"``."""
+        return self.device_mesh.device_type
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    @cached_property
+    def coordinate(self) -> MeshShape:
+        """This rank's position on each axis."""
+        return self.shape.coordinate(self.device_mesh.get_rank())
+
+    @cached_property
+    def tensor(self) -> DeviceMesh:
+        """The 1-D mesh over which this rank splits matrix products."""
+        return self.device_mesh["tensor"]
+
+    @cached_property
+    def shard(self) -> DeviceMesh:
+        """The 1-D mesh over which FSDP shards: the shard axis with the context axis folded in."""
+        if self.shape.context == 1:
+            return self.device_mesh["shard"]
+        return self.device_mesh["shard", "context"]._flatten("shard_context")
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """The 2-D mesh (replicate, shard) for FSDP; the context axis is folded into shard."""
+        if self.shape.context == 1:
+            return self.device_mesh["replicate", "shard"]
+        return DeviceMesh._concatenate([self.device_mesh["replicate"], self.shard])
+
+    @cached_property
+    def data(self) -> DeviceMesh:
+        """The 1-D mesh of ranks whose tokens add up to the global batch: replicate x shard x context."""
+        return self.device_mesh["replicate", "shard", "context"]._flatten("data")
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.coordinate.tensor
+
+    @property
+    def tensor_size(self) -> int:
+        return self.shape.tensor
+
+    @property
+    def shard_size(self) -> int:
+        """Size of the shard axis. FSDP shards over ``shard_size * context_size`` ranks."""
+        return self.shape.shard
+
+    @property
+    def context_size(self) -> int:
+        return self.shape.context
+
+    @property
+    def replicate_size(self) -> int:
+        return self.shape.replicate
+
+    @property
+    def pipeline_size(self) -> int:
+        return self.shape.pipeline
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch this rank reads, of ``data_size`` slices."""
+        return self.coordinate.replicate * self.shape.shard + self.coordinate.shard
+
+    @property
+    def data_size(self) -> int:
+        return self.shape.replicate * self.shape.shard
+
+    def describe(self) -> str:
+        """A table of who is where, for humans. Needs no communication; any one rank may print it."""
+        shape = self.shape
+        lines = [
+            f"{shape.world_size} ranks on {self.device_type}: "
+            + " x ".join(f"{name} {size}" for name, size in zip(MeshShape._fields, shape, strict=True)),
+            "  ".join(["rank", *(f"{name:>9}" for name in MeshShape._fields), "batch slice"]),
+        ]
+        for rank in range(min(shape.world_size, _DESCRIBED_RANKS)):
+            at = shape.coordinate(rank)
+            slice_of_batch = f"{at.replicate * shape.shard + at.shard} of {self.data_size}"
+            lines.append("  ".join([f"{rank:>4}", *(f"{index:>9}" for index in at), f"{slice_of_batch:>11}"]))
+        if shape.world_size > _DESCRIBED_RANKS:
+            lines.append(f"... and so on to rank {shape.world_size - 1}; the tensor axis varies fastest")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(MeshShape._fields, self.shape, strict=True))
+        return f"ParallelMesh({sizes}, device_type={self.device_type!r})"
+
+
+def init_mesh(
+    *,
+    tensor_parallel_degree: int = 1,
+    hybrid_shard_degree: int = 0,
+    context_parallel_degree: int = 1,
+    pipeline_parallel_degree: int = 1,
+    device_type: str | None = None,
+    config: ParallelConfig | None = None,
+) -> ParallelMesh:
+    """Arranges all ranks of the world on the five axes; every rank must call it.
+
+    Starts the default process group if the script has not: from torchrun's environment,
+    or, without one, a world of this single process, so that a script can be debugged
+    with plain ``python``.
+
+    Args:
+        tensor_parallel_degree, hybrid_shard_degree, context_parallel_degree,
+        pipeline_parallel_degree: see :class:`ParallelConfig`.
+        device_type: ``"cuda"`` or ``"cpu"``; by default CUDA where there is a device.
+        config: the same degrees as one object, instead of the four arguments.
+
+    Raises:
+        ValueError: a degree does not divide the world; the message lists the legal values.
+    """
+    degrees = ParallelConfig(
+        tensor_parallel_degree=tensor_parallel_degree,
+        hybrid_shard_degree=hybrid_shard_degree,
+        context_parallel_degree=context_parallel_degree,
+        pipeline_parallel_degree=pipeline_parallel_degree,
+    )
+    if config is not None:
+        if degrees != ParallelConfig():
+            raise ValueError(f"pass the degrees either one by one or as config={config}, not both")
+        degrees = config
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _init_process_group_if_needed(device_type)
+    shape = degrees.shape(dist.get_world_size())
+    return ParallelMesh(init_device_mesh(device_type, tuple(shape), mesh_dim_names=MeshShape._fields))
+
+
+def _init_process_group_if_needed(device_type: str) -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

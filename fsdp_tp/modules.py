@@ -1,0 +1,43 @@
+"""Questions that several parts ask about a model: its blocks, and who already holds its parameters."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated layers of ``model`` by path: elements of its outermost ``nn.ModuleList`` or
+    ``nn.Sequential`` containers that hold parameters and have children of their own."""
+    blocks: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in child.children())
+            if is_block and any(True for _ in child.parameters()):
+                blocks[child_path] = child
+            else:
+                visit(child, child_path)
+
+    visit(model, "")
+    return blocks
+
+
+def require_no_optimizer(model: nn.Module, step: str) -> None:
+    """Raises ValueError if an optimizer already holds parameters that ``step`` is about to replace.
+
+    Such an optimizer would go on updating tensors that the model no longer uses.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), torch.optim.Optimizer):
+            continue
+        for group in getattr(candidate, "param_groups", []):
+            if any(id(parameter) in parameters for parameter in group["params"]):
+                raise ValueError(
+                    f"a {type(candidate).__name__} optimizer was built before {step}, which replaces the parameters: "
+                    "it would train nothing. Build the optimizer afterwards"
+                )

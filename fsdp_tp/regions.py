@@ -1,0 +1,232 @@
+"""Autograd functions at the border of the tensor axis.
+
+Between two regions a layer computes on plain local tensors. Each region turns one SPMD
+type into another, and its backward turns the gradient's type back. The four types, for
+a value that exists once per rank of the tensor axis (the vocabulary of the
+``spmd_types`` package and of Megatron's f and g, arXiv 1909.08053, section 3):
+
+=========== ===================================== ==================================
+type        value on each rank                    gradient on each rank
+=========== ===================================== ==================================
+replicate   the same                              a partial sum, waits to be summed
+invariant   the same                              the same, complete
+varying     this rank's own slice                 the gradient of that slice
+partial     a partial sum, waits to be summed     the same, complete
+=========== ===================================== ==================================
+
+With t ranks on the axis (every group of size 1 makes a region the identity):
+
+============================== ======================= ================ ================
+function                       types                   forward          backward
+============================== ======================= ================ ================
+``copy_to_tensor_axis``        invariant -> replicate  identity         all-reduce
+``reduce_from_tensor_axis``    partial -> invariant    all-reduce       identity
+``split_to_tensor_axis``       invariant -> varying    own slice        all-gather
+``gather_from_tensor_axis``    varying -> invariant    all-gather       own slice
+``gather_sequence``            varying -> replicate    all-gather       reduce-scatter
+``reduce_scatter_sequence``    partial -> varying      reduce-scatter   all-gather
+``sum_gradients``              invariant -> replicate  identity         one all-reduce
+============================== ======================= ================ ================
+
+All collectives are functional, so ``torch.compile`` traces through a region.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+Tensor = torch.Tensor
+Group = dist.ProcessGroup
+
+# torch 2.13 renamed them; 2.11 has only the old names.
+_all_gather_functional = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter_functional = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+
+
+def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    return functional.wait_tensor(_all_gather_functional(x.contiguous(), dim, group))
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    return functional.wait_tensor(_reduce_scatter_functional(x.contiguous(), "sum", dim, group))
+
+
+def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size).contiguous()
+
+
+def _positive_dim(x: Tensor, dim: int, group: Group, what: str, *, must_divide: bool) -> int:
+    dim = dim % x.ndim
+    if must_divide and x.shape[dim] % group.size():
+        raise ValueError(
+            f"{what}: dim {dim} of a tensor of shape {tuple(x.shape)} must be a multiple of the "
+            f"tensor axis, which has {group.size()} ranks"
+        )
+    return dim
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _own_slice(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_slice(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Sixteen-bit gradients travel as fp32: summed in 16 bits they would round once a rank.
+        wide = torch.float32
+        for grad in grads:
+            wide = torch.promote_types(wide, grad.dtype)
+        summed = _all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in grads]), ctx.group)
+        pieces = summed.split([grad.numel() for grad in grads])
+        return None, *(
+            piece.view(grad.shape).to(grad.dtype) for piece, grad in zip(pieces, grads, strict=True)
+        )
+
+
+def copy_to_tensor_axis(x: Tensor, group: Group) -> Tensor:
+    """Invariant -> replicate: x as the shared input of column-parallel products.
+
+    Forward y = x. Backward dx = sum over the axis of dy: one all-reduce for all products
+    that read y.
+    """
+    return x if group.size() == 1 else _Copy.apply(x, group)
+
+
+def reduce_from_tensor_axis(x: Tensor, group: Group) -> Tensor:
+    """Partial -> invariant: y = sum over the axis of x (all-reduce). Backward dx = dy."""
+    return x if group.size() == 1 else _Reduce.apply(x, group)
+
+
+def split_to_tensor_axis(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Invariant -> varying: y = this rank's slice of x along ``dim``. Backward all-gathers dy.
+
+    Raises:
+        ValueError: ``x.shape[dim]`` is not a multiple of the size of the axis.
+    """
+    if group.size() == 1:
+        return x
+    return _Split.apply(x, _positive_dim(x, dim, group, "split_to_tensor_axis", must_divide=True), group)
+
+
+def gather_from_tensor_axis(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Varying -> invariant: y = the slices of all ranks along ``dim``. Backward dx = own slice of dy."""
+    if group.size() == 1:
+        return x
+    return _Gather.apply(x, _positive_dim(x, dim, group, "gather_from_tensor_axis", must_divide=False), group)
+
+
+def gather_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Varying -> replicate: all-gather along the sequence ``dim``; backward reduce-scatters dy.
+
+    Sequence parallelism's entry into column-parallel products (arXiv 2205.05198, section 4.2.2):
+    takes the place of ``copy_to_tensor_axis``.
+    """
+    if group.size() == 1:
+        return x
+    return _GatherSequence.apply(x, _positive_dim(x, dim, group, "gather_sequence", must_divide=False), group)
+
+
+def reduce_scatter_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Partial -> varying: reduce-scatter along the sequence ``dim``; backward all-gathers dy.
+
+    Takes the place of ``reduce_from_tensor_axis`` under sequence parallelism.
+
+    Raises:
+        ValueError: ``x.shape[dim]`` is not a multiple of the size of the axis.
+    """
+    if group.size() == 1:
+        return x
+    dim = _positive_dim(x, dim, group, "reduce_scatter_sequence", must_divide=True)
+    return _ReduceScatterSequence.apply(x, dim, group)
+
+
+def sum_gradients(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    """Invariant -> replicate for several weights at once.
+
+    For replicated weights that each rank applies to its own slice of the activations (norms
+    under sequence parallelism, per-head norms): forward is the identity; in backward autograd
+    waits for all their gradients, and one all-reduce sums them together.
+    """
+    wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    if group.size() == 1 or not wanted:
+        return tensors
+    summed = _SumGradients.apply(group, *(tensors[index] for index in wanted))
+    result = list(tensors)
+    for index, tensor in zip(wanted, summed, strict=True):
+        result[index] = tensor
+    return result

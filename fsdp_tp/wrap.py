@@ -1,0 +1,88 @@
+"""All steps from a plain model to a sharded one, in the only order that works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp_tp.fsdp import fully_shard
+from fsdp_tp.initialize import initialize, materialize
+from fsdp_tp.mesh import ParallelMesh
+from fsdp_tp.modules import find_blocks, require_no_optimizer
+from fsdp_tp.parallelize import parallelize
+
+_ACTIVATION_CHECKPOINTING = ("none", "full")
+
+
+def wrap(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    plan: str | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    activation_checkpointing: str = "none",
+    compile: bool = False,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    comm: str = "auto",
+    seed: int = 0,
+) -> nn.Module:
+    """Tensor-parallel, checkpointed, compiled and fully sharded: ``model``, in place.
+
+    The order: tensor parallelism, activation checkpointing, compilation and FSDP of each
+    block, FSDP of the root, and for a model on the meta device memory and initial weights.
+    Build the optimizer afterwards.
+
+    Args:
+        model: real weights, the same on every rank, or built under ``torch.device("meta")``.
+        mesh: from :func:`fsdp_tp.init_mesh`.
+        plan, sequence_parallel, loss_parallel: see :func:`fsdp_tp.parallelize`.
+        activation_checkpointing: ``"none"``, or ``"full"``: blocks keep only their input and
+            run their forward again in backward.
+        compile: ``torch.compile`` each block.
+        reshard_after_forward, mp_policy, offload_policy, comm: see :func:`fsdp_tp.fully_shard`.
+        seed: of the initial weights of a meta-device model; they do not depend on the mesh.
+
+    Returns:
+        ``model``, whose ``forward`` is used as before.
+
+    Raises:
+        ValueError: as the steps do; some parameters are on the meta device and some not.
+    """
+    if activation_checkpointing not in _ACTIVATION_CHECKPOINTING:
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r} must be one of "
+            f"{', '.join(map(repr, _ACTIVATION_CHECKPOINTING))}"
+        )
+    require_no_optimizer(model, "wrap")
+    on_meta = {parameter.is_meta for parameter in model.parameters()}
+    if len(on_meta) > 1:
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        raise ValueError(f"some parameters are on the meta device and others are not; on meta: {', '.join(missing[:5])}")
+    parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    blocks = list(find_blocks(model).values())
+    for block in blocks:
+        if activation_checkpointing == "full":
+            checkpoint(block)
+        if compile:
+            block.compile()
+    if on_meta == {False}:
+        model.to(mesh.device)
+    for module in (*blocks, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            comm=comm,
+        )
+    if on_meta == {True}:
+        materialize(model, mesh.device)
+        initialize(model, seed=seed)
+    return model
