@@ -26,7 +26,11 @@ CALL_TIMEOUT_SECONDS = 300
 
 def _worker(rank: int, connection: Any) -> None:
     torch.set_num_threads(1)
-    while (job := connection.recv()) is not None:
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:  # the parent is gone or stopped the pool
+            return
         world_size, store_path, function, args = job
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         try:

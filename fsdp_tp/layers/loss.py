@@ -91,6 +91,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         exponentials, denominator, index, here, counts = ctx.saved_tensors
         grad = exponentials / denominator.unsqueeze(-1)
         grad -= ctx.smoothing / ctx.vocabulary
-        grad.scatter_add_(-1, index, (here * (ctx.smoothing - 1)).to(grad.dtype).unsqueeze(-1))
+        grad.scatter_add_(-1, index, (here.to(grad.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
         grad *= (grad_losses * counts).unsqueeze(-1)
         return grad.to(ctx.dtype), None, None, None, None

@@ -1,0 +1,5 @@
+import sys
+
+from fsdp_tp.train import main
+
+sys.exit(main())
