@@ -64,7 +64,9 @@ class ParallelConfig:
             ValueError: a degree does not divide what it has to divide; the message names
                 the setting, its value and every legal value.
         """
-        _check_divides("tensor_parallel_degree", self.tensor_parallel_degree, world_size, f"the world of {world_size} ranks")
+        _check_divides(
+            "tensor_parallel_degree", self.tensor_parallel_degree, world_size, f"the world of {world_size} ranks"
+        )
         per_pipeline = world_size // self.tensor_parallel_degree
         _check_divides(
             "pipeline_parallel_degree",
@@ -74,7 +76,9 @@ class ParallelConfig:
         )
         data = per_pipeline // self.pipeline_parallel_degree
         degree = self.hybrid_shard_degree or data
-        _check_divides("hybrid_shard_degree", degree, data, f"world / (pipeline * tensor) = {data} ranks", zero_is_legal=True)
+        _check_divides(
+            "hybrid_shard_degree", degree, data, f"world / (pipeline * tensor) = {data} ranks", zero_is_legal=True
+        )
         _check_divides(
             "context_parallel_degree",
             self.context_parallel_degree,
@@ -98,6 +102,4 @@ def divisors(number: int) -> list[int]:
 def _check_divides(name: str, value: int, whole: int, whole_name: str, *, zero_is_legal: bool = False) -> None:
     if whole % value:
         legal = ([0] if zero_is_legal else []) + divisors(whole)
-        raise ValueError(
-            f"{name}={value} does not divide {whole_name}; legal values: {', '.join(map(str, legal))}"
-        )
+        raise ValueError(f"{name}={value} does not divide {whole_name}; legal values: {', '.join(map(str, legal))}")

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_tp.layers.parameter import is_fsdp_sharded
 from fsdp_tp.mesh import ParallelMesh, init_mesh
 from fsdp_tp.modules import require_no_optimizer
 
@@ -31,8 +32,8 @@ def fully_shard(
     hybrid_shard_degree: int | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[..., Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     comm: str = "auto",
 ) -> Any:
@@ -57,7 +58,7 @@ def fully_shard(
             parameters without their mesh, or an optimizer that already holds the parameters.
     """
     _choose_comm(comm)
-    modules = module if isinstance(module, list | tuple) else [module]
+    modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         require_no_optimizer(each, "fully_shard")
     return torch_fully_shard(
@@ -107,16 +108,15 @@ def _fsdp_mesh(
             )
         return mesh
     if mesh is None:
-        if any(isinstance(parameter, DTensor) for each in modules for parameter in each.parameters()):
+        parameters = [parameter for each in modules for parameter in each.parameters()]
+        if any(isinstance(parameter, DTensor) and not is_fsdp_sharded(parameter) for parameter in parameters):
             raise ValueError(
                 "the module has DTensor parameters: pass mesh=, the ParallelMesh on whose tensor axis they are split"
             )
         mesh = _world_mesh(hybrid_shard_degree or 0)
     degree = mesh.shard.size()
-    if hybrid_shard_degree not in (None, degree) and not (
-        hybrid_shard_degree == 0 and mesh.replicate_size == 1
-    ):
-        raise ValueError(f"hybrid_shard_degree={hybrid_shard_degree} contradicts the mesh, which was built for {degree}")
+    if hybrid_shard_degree not in (None, degree) and not (hybrid_shard_degree == 0 and mesh.replicate_size == 1):
+        raise ValueError(f"hybrid_shard_degree={hybrid_shard_degree} contradicts the mesh, built for {degree}")
     return mesh.fsdp if mesh.replicate_size > 1 else mesh.shard
 
 

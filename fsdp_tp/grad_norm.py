@@ -38,7 +38,7 @@ def clip_grad_norm_(
             then spans the axis, and every rank of it must call this.
 
     Returns:
-        A plain scalar tensor, fp32 or wider, equal on every rank.
+        A plain fp64 scalar tensor, equal on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -93,11 +93,11 @@ def _complete_gradient(parameter: Tensor) -> tuple[Tensor, list[dist.ProcessGrou
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over all elements (their maximum for p = inf), in fp32 or wider."""
+    """Sum of |g|^p over all elements (their maximum for p = inf). In fp64: squares of fp32 may overflow fp32."""
     if not gradients:
         return torch.zeros((), device=device, dtype=torch.float64)
-    norms = torch._foreach_norm([g if g.dtype == torch.float64 else g.float() for g in gradients], norm_type)
-    stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
+    norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float64)
+    stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.amax() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 

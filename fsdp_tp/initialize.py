@@ -71,9 +71,7 @@ def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
     return model
 
 
-def _initialize_module(
-    module: nn.Module, path: str, own: dict[str, nn.Parameter], initializer: Any, seed: int
-) -> None:
+def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter], initializer: Any, seed: int) -> None:
     device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
     tables = dict(module._parameters)
     whole = {
@@ -82,7 +80,7 @@ def _initialize_module(
     }
     devices = [device] if device.type != "cpu" else []
     try:
-        module._parameters.update(whole)  # type: ignore[arg-type]
+        module._parameters.update(whole)
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             torch.manual_seed(_seed_of(path, seed))
             initializer()

@@ -88,7 +88,7 @@ def parallelize(
         if style in _ONE_ARGUMENT_STYLES:
             _insert_region(model.get_submodule(path), style, mesh, sequence_parallel)
     if loss_parallel and hasattr(model, "loss_function"):
-        model.loss_function = _hugging_face_loss(mesh)
+        model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
 
 
@@ -112,7 +112,7 @@ def _split_layer(
     )
 
 
-def _tie(original: nn.Module, layer: nn.Module, tied: dict[int, nn.Parameter], path: str) -> None:
+def _tie(original: nn.Module, layer: nn.Module, tied: dict[int, Any], path: str) -> None:
     """Makes ``layer`` use the parameter that an earlier layer made of the same original."""
     for name, parameter in original._parameters.items():
         if parameter is None:
@@ -135,11 +135,11 @@ def _replicate_the_rest(
 ) -> None:
     """Everything that no layer split becomes ``Replicate()`` on the tensor axis and is bound."""
     group = mesh.tensor.get_group()
-    entries: dict[str, list[ReplicatedParameter]] = {}
+    own: dict[str, list[ReplicatedParameter]] = {}
     for path, module in model.named_modules():
         if styles.get(path) in _SPLIT_STYLES:
             if isinstance(module, RowParallelLinear) and sequence_parallel and module.bias is not None:
-                entries[path] = [ReplicatedParameter(module, "bias", True)]
+                own[path] = [ReplicatedParameter(module, "bias", True)]
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -147,16 +147,16 @@ def _replicate_the_rest(
                 module._parameters[name] = tied.setdefault(id(parameter), replicated)
         style = _style_of(path, styles)
         partial = style == "per_head" or (style == "sequence" and sequence_parallel)
-        if entry := replicated_parameters(module, partial=partial):
-            entries[path] = entry
-            bind_locals(module, entry, group)
-    for block_path, block in find_blocks(model).items():
-        inside = [entry for path, own in entries.items() if _is_within(path, block_path) for entry in own]
-        if any(entry.partial for entry in inside):
-            if block_path in entries:  # already bound for its own parameters: extend that binding
-                block._replicated_parameters[:] = inside  # type: ignore[index,operator]
-            else:
-                bind_locals(block, inside, group)
+        own[path] = replicated_parameters(module, partial=partial)
+    blocks = find_blocks(model)
+    for path, module in list(model.named_modules()):
+        entries = [] if styles.get(path) in _SPLIT_STYLES else own[path]
+        if path in blocks:
+            inside = [entry for inner, some in own.items() if _is_within(inner, path) for entry in some]
+            if any(entry.partial for entry in inside):
+                entries = inside  # all at once, so that one all-reduce sums the gradients of the block
+        if entries:
+            bind_locals(module, entries, group)
 
 
 def _style_of(path: str, styles: Mapping[str, str]) -> str:

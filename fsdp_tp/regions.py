@@ -28,7 +28,7 @@ function                       types                   forward          backward
 ``sum_gradients``              invariant -> replicate  identity         one all-reduce
 ============================== ======================= ================ ================
 
-All collectives are functional, so ``torch.compile`` traces through a region.
+All collectives are functional ops, so ``torch.compile`` traces through a region.
 """
 
 from __future__ import annotations
@@ -37,26 +37,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
 
-# torch 2.13 renamed them; 2.11 has only the old names.
-_all_gather_functional = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter_functional = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+# The registered ops under torch's functional collectives: traceable like those, without the
+# wrapper tensor that each of them allocates (on a CPU it costs as much as a small collective).
+_ops = torch.ops._c10d_functional
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    return functional.wait_tensor(_all_gather_functional(x.contiguous(), dim, group))
+    size = group.size()
+    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    return functional.wait_tensor(_reduce_scatter_functional(x.contiguous(), "sum", dim, group))
+    size = group.size()
+    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", size, group.group_name))
 
 
 def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -153,9 +156,7 @@ class _SumGradients(torch.autograd.Function):
             wide = torch.promote_types(wide, grad.dtype)
         summed = _all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in grads]), ctx.group)
         pieces = summed.split([grad.numel() for grad in grads])
-        return None, *(
-            piece.view(grad.shape).to(grad.dtype) for piece, grad in zip(pieces, grads, strict=True)
-        )
+        return None, *(piece.view(grad.shape).to(grad.dtype) for piece, grad in zip(pieces, grads, strict=True))
 
 
 def copy_to_tensor_axis(x: Tensor, group: Group) -> Tensor:

@@ -27,8 +27,8 @@ def wrap(
     activation_checkpointing: str = "none",
     compile: bool = False,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     comm: str = "auto",
     seed: int = 0,
 ) -> nn.Module:
@@ -63,7 +63,7 @@ def wrap(
     on_meta = {parameter.is_meta for parameter in model.parameters()}
     if len(on_meta) > 1:
         missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        raise ValueError(f"some parameters are on the meta device and others are not; on meta: {', '.join(missing[:5])}")
+        raise ValueError(f"some parameters are on the meta device and others not; on meta: {', '.join(missing[:5])}")
     parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     blocks = list(find_blocks(model).values())
     for block in blocks:

@@ -20,6 +20,8 @@ _OPERATIONS = {
     "_reduce_scatter_base_": "reduce_scatter",
 }
 
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
+
 
 class CollectiveCounter(TorchDispatchMode):
     """While entered, ``counts[operation, axis]`` counts; collectives on one rank are left out.
@@ -37,10 +39,11 @@ class CollectiveCounter(TorchDispatchMode):
             self._axis_of.setdefault(tuple(dist.get_process_group_ranks(axis.get_group())), name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.split("::")[1]
+        name = func._schema.name.split("::")[1]
+        communicates = func.namespace in ("c10d", "_c10d_functional") and name not in _LOCAL
+        if communicates:
             group = _group(args)
-            if name != "wait_tensor" and group.size() > 1:
+            if group.size() > 1:
                 axis = self._axis_of[tuple(dist.get_process_group_ranks(group))]
                 self.counts[_OPERATIONS[name], axis] += 1
         return func(*args, **(kwargs or {}))

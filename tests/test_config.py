@@ -30,9 +30,7 @@ def test_legal_degrees_give_the_shape_they_were_made_from(case):
 
 
 @settings(max_examples=3000)
-@given(
-    st.integers(1, 128), st.integers(1, 16), st.integers(0, 16), st.integers(1, 8), st.integers(1, 8)
-)
+@given(st.integers(1, 128), st.integers(1, 16), st.integers(0, 16), st.integers(1, 8), st.integers(1, 8))
 def test_any_degrees_either_fill_the_world_or_say_what_would_be_legal(world_size, tensor, hybrid, context, pipeline):
     config = ParallelConfig(
         tensor_parallel_degree=tensor,

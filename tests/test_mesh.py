@@ -45,7 +45,10 @@ def test_positions_and_groups_equal_arithmetic(degrees, shape):
         assert groups["tensor"] == peers(rank, "tensor")
         assert groups["shard"] == peers(rank, "shard", "context")
         assert groups["data"] == peers(rank, "replicate", "shard", "context")
-        assert (data_rank, data_size) == (at[rank].replicate * shape.shard + at[rank].shard, shape.replicate * shape.shard)
+        assert (data_rank, data_size) == (
+            at[rank].replicate * shape.shard + at[rank].shard,
+            shape.replicate * shape.shard,
+        )
         assert fsdp_shape == (shape.replicate, shape.shard * shape.context)
 
 

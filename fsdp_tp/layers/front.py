@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 def put_in_front(module: nn.Module, mixin: type) -> None:
     """Makes ``module`` an instance of a subclass of its class whose first base is ``mixin``."""
-    module.__class__ = _combined(mixin, type(module))
+    cls: Any = type(module)
+    module.__class__ = _combined(mixin, cls)
 
 
 @cache

@@ -66,9 +66,7 @@ class ColumnParallelLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._split(
-            mesh, gather_output=gather_output, sequence_parallel=sequence_parallel, shared_input=shared_input
-        )
+        self._split(mesh, gather_output=gather_output, sequence_parallel=sequence_parallel, shared_input=shared_input)
 
     @classmethod
     def from_linear(
@@ -85,9 +83,7 @@ class ColumnParallelLinear(nn.Linear):
         ``linear`` must hold the same values on all ranks; it is not changed.
         """
         layer = shell_of(cls, linear, nn.Linear)
-        layer._split(
-            mesh, gather_output=gather_output, sequence_parallel=sequence_parallel, shared_input=shared_input
-        )
+        layer._split(mesh, gather_output=gather_output, sequence_parallel=sequence_parallel, shared_input=shared_input)
         return layer
 
     def _split(
@@ -177,9 +173,7 @@ class RowParallelLinear(nn.Linear):
         layer._split(mesh, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel)
         return layer
 
-    def _split(
-        self, mesh: ParallelMesh | DeviceMesh, *, input_is_parallel: bool, sequence_parallel: bool
-    ) -> None:
+    def _split(self, mesh: ParallelMesh | DeviceMesh, *, input_is_parallel: bool, sequence_parallel: bool) -> None:
         axis = tensor_axis(mesh)
         split_size("in_features", self.in_features, axis)
         self.weight = place_parameter(self.weight, Shard(1), axis)

@@ -37,7 +37,7 @@ def split_size(name: str, size: int, axis: DeviceMesh) -> int:
     return size // axis.size()
 
 
-def place_parameter(parameter: nn.Parameter, placement: Placement, axis: DeviceMesh) -> nn.Parameter:
+def place_parameter(parameter: torch.Tensor, placement: Placement, axis: DeviceMesh) -> nn.Parameter:
     """This rank's part of ``parameter``, which all ranks of ``axis`` hold whole, as a DTensor.
 
     Needs no communication. Keeps dtype and ``requires_grad``; copies, so that the whole
@@ -48,13 +48,12 @@ def place_parameter(parameter: nn.Parameter, placement: Placement, axis: DeviceM
         return nn.Parameter(whole.clone(), requires_grad=parameter.requires_grad)
     local = whole
     if isinstance(placement, Shard):
-        size = split_size(f"dim {placement.dim} of a parameter of shape {tuple(whole.shape)}",
-                          whole.shape[placement.dim], axis)
+        size = split_size(
+            f"dim {placement.dim} of a parameter of shape {tuple(whole.shape)}", whole.shape[placement.dim], axis
+        )
         local = whole.narrow(placement.dim, axis.get_local_rank() * size, size)
     local = local.clone(memory_format=torch.contiguous_format)
-    dtensor = DTensor.from_local(
-        local, axis, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    dtensor = DTensor.from_local(local, axis, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
 

@@ -7,6 +7,8 @@ and where the sequence is split. No import of transformers: only attributes of t
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +27,7 @@ def families() -> tuple[str, ...]:
     return _FAMILIES
 
 
-def auto_plan(model: nn.Module, axis: DeviceMesh, *, family: str | None = None) -> dict[str, str]:
+def auto_plan(model: Any, axis: DeviceMesh, *, family: str | None = None) -> dict[str, str]:
     """The plan of a Hugging Face decoder, as patterns for :func:`fsdp_tp.plans.match_plan`.
 
     Args:
@@ -36,7 +38,7 @@ def auto_plan(model: nn.Module, axis: DeviceMesh, *, family: str | None = None) 
     Raises:
         ValueError: the family is unknown, or the axis does not divide the heads.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     model_type = family or getattr(config, "model_type", None)
     if model_type not in _FAMILIES:
         raise ValueError(
@@ -64,7 +66,7 @@ def auto_plan(model: nn.Module, axis: DeviceMesh, *, family: str | None = None) 
     return plan
 
 
-def _check_heads(config: object, axis: DeviceMesh) -> None:
+def _check_heads(config: Any, axis: DeviceMesh) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name)
         if heads % axis.size():

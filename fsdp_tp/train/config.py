@@ -7,13 +7,11 @@ import json
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
 from fsdp_tp.config import ParallelConfig
-
-Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,10 @@ class OptimizerConfig:
 class TrainConfig:
     """Trains a decoder language model under any layout of ranks."""
 
-    model: Flat[ModelConfig] = field(default_factory=ModelConfig)
-    data: Flat[DataConfig] = field(default_factory=DataConfig)
-    optimizer: Flat[OptimizerConfig] = field(default_factory=OptimizerConfig)
-    parallel: Flat[ParallelConfig] = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sequence_parallel: bool = False
     """Split activations between blocks along the sequence, over the tensor axis."""
     loss_parallel: bool = False
@@ -157,6 +155,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         prog="python -m fsdp_tp.train",
         args=arguments,
         default=default,
+        config=(tyro.conf.OmitArgPrefixes,),
         description=f"{TrainConfig.__doc__} --config FILE takes defaults from the config.json of an earlier run.",
     )
 
@@ -193,8 +192,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _from_json(typing.cast(type[Any], hint), value, where)
-    if origin is Annotated:
-        return _convert(inner[0], value, where)
     if origin is Literal:
         if value in inner:
             return value

@@ -135,9 +135,7 @@ class CommunicationShare:
         self._profile.__exit__(*exception)
         events = self._profile.events()
         spans = [(event.time_range.start, event.time_range.end) for event in events]
-        running = [
-            span for event, span in zip(events, spans, strict=True) if event.name.startswith(self._NAMES)
-        ]
+        running = [span for event, span in zip(events, spans, strict=True) if event.name.startswith(self._NAMES)]
         if spans:
             whole = max(end for _, end in spans) - min(start for start, _ in spans)
             self.share = covered(running) / whole if whole else 0.0

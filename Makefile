@@ -1,0 +1,60 @@
+# Needs Python 3.11 or later with venv, a C++20 compiler and make; the rest comes from pip into .venv.
+
+PYTHON ?= python3
+# Another package index for torch alone. Where PyPI gives a CUDA build and a CPU build will do:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+PIP := .venv/bin/pip install -qq --disable-pip-version-check -c constraints.txt
+LIBRARY := fsdp_tp/_lib/libfsdp_tp_shm.so
+KERNELS := $(shell find kernels -name '*.h' -o -name '*.cpp')
+BENCHES := $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py))))
+
+# For cmake, ninja and the linters of .venv.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: setup demo test bench lint clean
+
+setup: .venv/.stamp $(LIBRARY)
+
+.venv/.stamp: setup.py constraints.txt
+	@echo "setup: virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "setup: build tools"
+	@$(PIP) setuptools wheel cmake ninja
+	@echo "setup: torch"
+	@$(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "setup: fsdp_tp, its dependencies and its kernels"
+	@$(PIP) --no-build-isolation -e ".[hf,data,dev]"
+	@touch $@
+
+# The touch: an edit that changes no object file leaves the library older than its sources.
+$(LIBRARY): CMakeLists.txt $(wildcard kernels/shm/*) | .venv/.stamp
+	@echo "setup: kernels"
+	@.venv/bin/python setup.py -q build_ext --inplace
+	@touch $@
+
+demo: setup
+	.venv/bin/python examples/demo.py
+
+test: setup
+	@echo "test: kernels"
+	@cmake --log-level=NOTICE -S . -B build/kernels -G Ninja
+	@cmake --build build/kernels
+	@ctest --test-dir build/kernels --output-on-failure
+	@echo "test: package"
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+bench: setup
+	@for name in $(BENCHES); do echo "bench: $$name"; .venv/bin/python -m bench.$$name --quick || exit 1; done
+
+lint: setup
+	ruff check
+	ruff format --check
+	mypy
+	clang-format --dry-run --Werror $(KERNELS)
+
+# Leaves .venv; remove it too to start over.
+clean:
+	rm -rf build dist *.egg-info fsdp_tp/_lib .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fsdp_tp tests bench examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,171 @@
+"""If these fail, look in fsdp_tp/parallelize.py. Custom modules in fp64 against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_tp
+from tests import models
+from tests.ranks import run
+
+
+def _gradients(model, x, weights):
+    """Loss and gradients of a step whose output is replicated."""
+    loss = (model(x) * weights).sum()
+    loss.backward()
+    return loss.detach(), {name: models.gather(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _custom_model(tensor, sequence_parallel, micro_batches=1):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=tensor)
+    torch.manual_seed(9)
+    model, reference = models.TwoLayerNet(), models.TwoLayerNet()
+    reference.load_state_dict(model.state_dict())
+    plan = dict(models.TWO_LAYER_PLAN)
+    if sequence_parallel:
+        # The position is added to the whole embedding: split at the first block.
+        plan |= {"layers.0": "split_sequence"}
+        for block in (model, reference):
+            del block.position
+            block.position = 0.0
+    assert fsdp_tp.parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel) is model
+    for step in range(micro_batches):
+        ids = models.batch(step)[:, :-1]
+        weights = torch.randn(*ids.shape, models.VOCABULARY, dtype=torch.float64)
+        expected, gradients = _gradients(reference, ids, weights)
+        actual, own = _gradients(model, ids, weights)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert own.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    if tensor > 1:
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert not any(p.placements[0].is_partial() for p in model.parameters())
+        assert set(model.state_dict()) == set(reference.state_dict())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_custom_module_with_a_dict_plan_equals_one_process(tensor, sequence_parallel):
+    """With a bare parameter, biases, gradients of per-group norms. Sums of some 500 fp64 terms: 1e-11."""
+    run(tensor, _custom_model, tensor, sequence_parallel)
+
+
+def test_replicated_gradients_do_not_grow_with_accumulation():
+    """Fault: a hook that reduces the accumulated gradient counts earlier micro-batches again."""
+    run(2, _custom_model, 2, True, 3)
+
+
+class _TiedNet(models.TwoLayerNet):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def _details():
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    plan = models.TWO_LAYER_PLAN
+
+    model = _TiedNet()
+    fsdp_tp.parallelize(model, mesh, plan=plan)
+    assert model.head.weight is model.embed.weight
+    with pytest.raises(ValueError, match="DTensor parameters already"):
+        fsdp_tp.parallelize(model, mesh, plan=plan)
+
+    with pytest.raises(ValueError, match="head.weight is tied to a weight that the plan splits another way"):
+        fsdp_tp.parallelize(_TiedNet(), mesh, plan={**plan, "head": "row"})
+
+    model = models.TwoLayerNet()
+    frozen = [model.layers[0].mlp.gate.weight, model.layers[0].norm.weight, model.embed.weight, model.position]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    before = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    fsdp_tp.parallelize(model, mesh, plan=plan)
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == before
+    model(models.batch()[:, :-1]).sum().backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == before
+
+    model = models.TwoLayerNet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="a AdamW optimizer was built before parallelize, .* it would train nothing"):
+        fsdp_tp.parallelize(model, mesh, plan=plan)
+    del optimizer
+
+    for wrong, sentence in (
+        ({**plan, "layers.*.attn.wq": "column"}, "'layers.*.attn.wq' matches no module of TwoLayerNet"),
+        (
+            {**plan, "layers.*.norm": "column"},
+            "layers.0.norm: ColumnParallelLinear takes the place of nn.Linear",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence.replace("*", r"\*")):
+            fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan=wrong)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.gate: out_features=33 is not a multiple"):
+        fsdp_tp.parallelize(models.TwoLayerNet(hidden=33), mesh, plan=plan)
+    with pytest.raises(ValueError, match="plan='megatron' must be 'auto', a dict or one of llama, mistral"):
+        fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan="megatron")
+    with pytest.raises(ValueError, match="plan='auto' does not know TwoLayerNet; it knows the Hugging Face families"):
+        fsdp_tp.parallelize(models.TwoLayerNet(), mesh)
+
+    fsdp_tp.fully_shard(sharded := nn.Linear(4, 4), mesh=mesh)
+    with pytest.raises(ValueError, match="already wrapped by fully_shard: parallelize it before"):
+        fsdp_tp.parallelize(sharded, mesh, plan={})
+
+
+def test_ties_frozen_parameters_and_errors():
+    run(2, _details)
+
+
+def _unclear(sequence_parallel):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    left_out = "layers.*.norm" if sequence_parallel else "layers.*.mlp.group_norm"
+    plan = {pattern: style for pattern, style in models.TWO_LAYER_PLAN.items() if pattern != left_out}
+    named = left_out.replace("*", "0")
+    with pytest.raises(ValueError, match=f"does not say what these modules see: .*{named}.* 'replicate'"):
+        fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan=plan, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_weight_that_may_see_a_slice_must_be_named(sequence_parallel):
+    """Left out, its gradient would silently lack the other ranks' parts."""
+    run(2, _unclear, sequence_parallel)
+
+
+def _auto_errors():
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=4)
+    with pytest.raises(ValueError, match="tensor_parallel_degree=4 does not divide num_key_value_heads=2; legal"):
+        fsdp_tp.parallelize(models.hugging_face("llama"), mesh)
+    with pytest.raises(ValueError, match=r"plan='auto' does not know GPT2LMHeadModel \(model_type 'gpt2'\)"):
+        fsdp_tp.parallelize(models.hugging_face("gpt2"), mesh)
+    with pytest.warns(UserWarning, match="attention_dropout=0.5"):
+        fsdp_tp.parallelize(models.hugging_face("llama", num_key_value_heads=4, attention_dropout=0.5), mesh)
+
+
+def test_plan_auto_says_what_it_cannot_do():
+    run(4, _auto_errors)
+
+
+def _hugging_face_labels(loss_parallel, weigh):
+    """The loss that the model itself computes from labels, with and without split logits."""
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=torch.distributed.get_world_size())
+    model = models.hugging_face("llama")
+    fsdp_tp.initialize(model)
+    fsdp_tp.parallelize(model, mesh, loss_parallel=loss_parallel)
+    ids = models.batch()
+    labels = ids.clone()
+    labels[0, :4] = -100
+    options = {"num_items_in_batch": 100} if weigh else {}
+    output = model(ids, labels=labels, **options)
+    assert output.logits.shape[-1] == models.VOCABULARY // (mesh.tensor_size if loss_parallel else 1)
+    return output.loss.item()
+
+
+@pytest.mark.parametrize("weigh", [False, True])
+def test_a_hugging_face_loss_is_right_on_split_logits(weigh):
+    """Fault: a loss over this rank's slice of the vocabulary."""
+    (expected,) = run(1, _hugging_face_labels, False, weigh)
+    for loss_parallel in (False, True):
+        assert run(2, _hugging_face_labels, loss_parallel, weigh) == pytest.approx([expected] * 2, rel=1e-6)
