@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -134,6 +135,7 @@ def init_mesh(
     pipeline_parallel_degree: int = 1,
     device_type: str | None = None,
     config: ParallelConfig | None = None,
+    timeout: timedelta | None = None,
 ) -> ParallelMesh:
     """Arranges all ranks of the world on the five axes; every rank must call it.
 
@@ -146,6 +148,8 @@ def init_mesh(
         pipeline_parallel_degree: see :class:`ParallelConfig`.
         device_type: ``"cuda"`` or ``"cpu"``; by default CUDA where there is a device.
         config: the same degrees as one object, instead of the four arguments.
+        timeout: after this long a collective that some rank does not join raises on the
+            others; by default torch's own (30 minutes on a CPU, 10 on CUDA).
 
     Raises:
         ValueError: a degree does not divide the world; the message lists the legal values.
@@ -165,7 +169,12 @@ def init_mesh(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     _init_process_group_if_needed(device_type)
     shape = degrees.shape(dist.get_world_size())
-    return ParallelMesh(init_device_mesh(device_type, tuple(shape), mesh_dim_names=MeshShape._fields))
+    mesh = ParallelMesh(init_device_mesh(device_type, tuple(shape), mesh_dim_names=MeshShape._fields))
+    if timeout is not None:
+        axes = [mesh.device_mesh[name] for name in MeshShape._fields] + [mesh.shard, mesh.data]
+        for group in (None, *(axis.get_group() for axis in axes)):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
 def _init_process_group_if_needed(device_type: str) -> None:

@@ -20,11 +20,11 @@ class ModelConfig:
 
     model: Path | None = None
     """Hugging Face config.json, or a directory with one; the sizes below are then not used."""
-    hidden_size: int = 256
+    hidden_size: int = 384
     """Width of the residual stream."""
-    intermediate_size: int = 704
+    intermediate_size: int = 1024
     """Width of the mlp."""
-    num_layers: int = 8
+    num_layers: int = 4
     """Decoder layers."""
     num_heads: int = 8
     """Query heads."""
@@ -99,6 +99,8 @@ class TrainConfig:
     """Checkpoints, metrics and the configuration of the run. All ranks must share it."""
     save_every: int = 0
     """Steps between checkpoints; one is always written at the end. 0: at the end only."""
+    stop_after: int = 0
+    """Step after which to stop, with a checkpoint, though the schedule goes on; 0: do not."""
     resume: bool = True
     """Continue from the latest checkpoint in output, if there is one."""
     log_every: int = 10
@@ -130,7 +132,7 @@ class TrainConfig:
 
 
 _LOWEST: dict[str, dict[str, float]] = {
-    "": {"save_every": 0, "log_every": 1, "measure_communication_every": 0, "timeout": 1},
+    "": {"save_every": 0, "stop_after": 0, "log_every": 1, "measure_communication_every": 0, "timeout": 1},
     "model": {"vocab_size": 0, "num_layers": 1, "hidden_size": 1, "intermediate_size": 1, "num_heads": 1},
     "data": {"sequence_length": 1},
     "optimizer": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 0, "warmup_steps": 0, "max_grad_norm": 0},

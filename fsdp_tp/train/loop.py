@@ -46,8 +46,7 @@ def train(config: TrainConfig) -> None:
     Raises:
         ValueError: a setting, a data file or the model does not fit; on every rank alike.
     """
-    mesh = fsdp_tp.init_mesh(config=config.parallel)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout))
+    mesh = fsdp_tp.init_mesh(config=config.parallel, timeout=timedelta(seconds=config.timeout))
     micro_batch, micro_batches = config.micro_batches(mesh.data_size)
     tokenizer: Tokenizer = HuggingFaceTokenizer(config.data.tokenizer) if config.data.tokenizer else ByteTokenizer()
     model = build_model(config.model, tokenizer_size=tokenizer.size, sequence_length=config.data.sequence_length)
@@ -117,7 +116,7 @@ def train(config: TrainConfig) -> None:
                     communication_share=communication.share,
                 )
             )
-            last = step == config.optimizer.steps or bool(stopping)
+            last = step in (config.optimizer.steps, config.stop_after) or bool(stopping)
             if (last or (config.save_every and step % config.save_every == 0)) and step != saved_step:
                 saved_step = step
                 path = config.output / f"step-{step}"
@@ -126,6 +125,7 @@ def train(config: TrainConfig) -> None:
                 reporter.say(f"saved {path}")
             if stopping:
                 reporter.say(f"stopped by SIGTERM after step {step}; run the same command again to continue")
+            if last:
                 break
     reporter.close()
 
@@ -169,7 +169,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, foreach=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int) -> float:

@@ -1,0 +1,53 @@
+"""A name that users import is changed on purpose only: then change it here too."""
+
+import inspect
+
+import fsdp_tp
+import fsdp_tp.checkpoint
+import fsdp_tp.train
+
+SURFACE = {
+    "ColumnParallelLinear": "in_features out_features bias mesh gather_output sequence_parallel shared_input "
+    "device dtype",
+    "ParallelConfig": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree",
+    "ParallelMesh": "device_mesh",
+    "RowParallelLinear": "in_features out_features bias mesh input_is_parallel sequence_parallel device dtype",
+    "VocabParallelEmbedding": "num_embeddings embedding_dim mesh padding_idx sequence_parallel device dtype",
+    "accumulate": "model last",
+    "clip_grad_norm_": "parameters max_norm norm_type error_if_nonfinite mesh",
+    "fully_shard": "module mesh hybrid_shard_degree reshard_after_forward shard_placement_fn mp_policy offload_policy "
+    "ignored_params comm",
+    "global_mean": "loss_sum token_count mesh",
+    "init_mesh": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree "
+    "device_type config timeout",
+    "initialize": "model seed",
+    "parallelize": "model mesh plan sequence_parallel loss_parallel",
+    "vocab_parallel_cross_entropy": "logits target mesh ignore_index label_smoothing reduction",
+    "wrap": "model mesh plan sequence_parallel loss_parallel activation_checkpointing compile reshard_after_forward "
+    "mp_policy offload_policy comm seed",
+}
+
+
+def test_names_and_parameters():
+    assert sorted(SURFACE) == fsdp_tp.__all__
+    for name, parameters in SURFACE.items():
+        assert list(inspect.signature(getattr(fsdp_tp, name)).parameters) == parameters.split(), name
+
+
+def test_past_the_first_two_arguments_everything_is_keyword_only():
+    positional_allowed = {"ColumnParallelLinear": 3, "RowParallelLinear": 3, "clip_grad_norm_": 4, "global_mean": 3}
+    for name in SURFACE:
+        positional = [
+            parameter
+            for parameter in inspect.signature(getattr(fsdp_tp, name)).parameters.values()
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
+        assert len(positional) <= positional_allowed.get(name, 2), name
+
+
+def test_everything_public_has_a_docstring():
+    for name in SURFACE:
+        assert len(inspect.getdoc(getattr(fsdp_tp, name))) > 60, name
+    for name in fsdp_tp.checkpoint.__all__:
+        assert inspect.getdoc(getattr(fsdp_tp.checkpoint, name))
+    assert inspect.getdoc(fsdp_tp.train.main)
