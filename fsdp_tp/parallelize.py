@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 from fsdp_tp import regions
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
@@ -87,6 +89,7 @@ def parallelize(
     for path, style in styles.items():
         if style in _ONE_ARGUMENT_STYLES:
             _insert_region(model.get_submodule(path), style, mesh, sequence_parallel)
+    _check_first_inputs(model, mesh)
     if loss_parallel and hasattr(model, "loss_function"):
         model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
@@ -207,6 +210,36 @@ def _insert_region(module: nn.Module, style: str, mesh: ParallelMesh, sequence_p
         transform_first_argument(module, lambda x: regions.gather_sequence(x, SEQUENCE_DIM, group))
     else:
         transform_first_argument(module, lambda x: regions.copy_to_tensor_axis(x, group))
+
+
+def _check_first_inputs(model: nn.Module, mesh: ParallelMesh) -> None:
+    """On the first forward: ranks of one tensor group must get one batch, or every gradient is wrong."""
+    group = mesh.tensor.get_group()
+
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        sums = [_position_weighted_sum(tensor) for tensor in tensors]
+        if not sums:
+            return
+        extremes = torch.stack([*sums, *(-value for value in sums)])
+        largest = extremes.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        # Of each value and of its negative every rank must hold the largest: then all are equal.
+        different = torch.tensor([not torch.equal(largest, extremes)], dtype=torch.int32, device=largest.device)
+        dist.all_reduce(different, dist.ReduceOp.MAX, group=group)
+        if different.item():
+            raise ValueError(
+                f"the {group.size()} ranks of one tensor axis got different inputs, but they compute one batch "
+                "together: choose a rank's slice by mesh.data_rank of mesh.data_size, not by its global rank"
+            )
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+
+
+def _position_weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().flatten().double()
+    return (flat * (torch.arange(flat.numel(), device=flat.device) % 1009 + 1)).sum()
 
 
 def _warn_about_dropout(model: nn.Module) -> None:

@@ -119,6 +119,23 @@ def test_ties_frozen_parameters_and_errors():
     run(2, _details)
 
 
+def _different_inputs(same):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    model = fsdp_tp.wrap(models.hugging_face("llama"), mesh)
+    ids = models.batch(0 if same else torch.distributed.get_rank())
+    if same:
+        model(input_ids=ids)
+        return
+    with pytest.raises(ValueError, match="2 ranks of one tensor axis got different inputs, .* mesh.data_rank of mesh"):
+        model(input_ids=ids)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_of_one_tensor_group_must_get_the_same_batch(same):
+    """A loader that is still sharded by the global rank would train on nonsense in silence."""
+    run(4 if same else 2, _different_inputs, same)
+
+
 def _unclear(sequence_parallel):
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
     left_out = "layers.*.norm" if sequence_parallel else "layers.*.mlp.group_norm"

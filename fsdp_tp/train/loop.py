@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -242,6 +243,7 @@ def _show_tokenising(files: Sequence[Path]) -> Iterable[Path]:
 def _loader(config: TrainConfig, sequences: PackedSequences, mesh: ParallelMesh) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated", module="torchdata")
     sampler = StepSampler(
         len(sequences),
         config.optimizer.global_batch_size,

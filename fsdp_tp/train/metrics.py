@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -126,19 +129,36 @@ class CommunicationShare:
 
     def __enter__(self) -> CommunicationShare:
         if self._profile is not None:
-            self._profile.__enter__()
+            with _muted_stderr():
+                self._profile.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._profile is None:
             return
-        self._profile.__exit__(*exception)
+        with _muted_stderr():
+            self._profile.__exit__(*exception)
         events = self._profile.events()
         spans = [(event.time_range.start, event.time_range.end) for event in events]
         running = [span for event, span in zip(events, spans, strict=True) if event.name.startswith(self._NAMES)]
         if spans:
             whole = max(end for _, end in spans) - min(start for start, _ in spans)
             self.share = covered(running) / whole if whole else 0.0
+
+
+@contextmanager
+def _muted_stderr() -> Iterator[None]:
+    """The profiler's library writes lines of its own there, in the middle of a progress bar."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

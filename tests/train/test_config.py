@@ -16,8 +16,8 @@ OPTIONS = {
     "optimizer": "steps global_batch_size micro_batch_size learning_rate final_learning_rate warmup_steps "
     "weight_decay betas max_grad_norm",
     "parallel": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree",
-    "": "sequence_parallel loss_parallel activation_checkpointing compile comm precision output save_every stop_after resume "
-    "log_every measure_communication_every seed timeout",
+    "": "sequence_parallel loss_parallel activation_checkpointing compile comm precision output "
+    "save_every stop_after resume log_every measure_communication_every seed timeout",
 }
 
 
