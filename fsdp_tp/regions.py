@@ -71,7 +71,7 @@ def _positive_dim(x: Tensor, dim: int, group: Group, what: str, *, must_divide: 
     dim = dim % x.ndim
     if must_divide and x.shape[dim] % group.size():
         raise ValueError(
-            f"{what} (sequence parallelism): dim {dim} of a tensor of shape {tuple(x.shape)} must be a multiple of the "
+            f"{what}: dim {dim} of a tensor of shape {tuple(x.shape)} must be a multiple of the "
             f"tensor axis, which has {group.size()} ranks"
         )
     return dim
