@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp import regions
+from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.front import transform_first_argument
 from fsdp_tp.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
@@ -73,25 +72,32 @@ def parallelize(
     _check_every_gradient_is_known(model, styles, sequence_parallel)
     _warn_about_dropout(model)
 
-    originals = dict(model.named_modules())
-    tied: dict[int, nn.Parameter] = {}  # by the id of an original, all of which live until the end
+    _check_ties(model, styles)
+
+    # All layers are built before the first takes its place: an error leaves the model as it was.
+    layers = {}
     for path, style in styles.items():
-        if style not in _SPLIT_STYLES:
-            continue
-        try:
-            layer = _split_layer(originals[path], path, styles, mesh, sequence_parallel, loss_parallel)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        _tie(originals[path], layer, tied, path)
-        model.set_submodule(path, layer)
+        if style in _SPLIT_STYLES:
+            module = model.get_submodule(path)
+            try:
+                layers[module] = _split_layer(module, path, styles, mesh, sequence_parallel, loss_parallel)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+    tied = _tie(layers)
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in layers:
+            model.set_submodule(path, layers[module])
 
     _replicate_the_rest(model, styles, mesh, tied, sequence_parallel=sequence_parallel)
     for path, style in styles.items():
         if style in _ONE_ARGUMENT_STYLES:
             _insert_region(model.get_submodule(path), style, mesh, sequence_parallel)
-    _check_first_inputs(model, mesh)
-    if loss_parallel and hasattr(model, "loss_function"):
-        model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
+    check_first_inputs(model, mesh.tensor.get_group())
+    if loss_parallel:
+        if "column_gather" not in styles.values():
+            warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)
+        if isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
+            model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
 
 
@@ -115,24 +121,41 @@ def _split_layer(
     )
 
 
-def _tie(original: nn.Module, layer: nn.Module, tied: dict[int, Any], path: str) -> None:
-    """Makes ``layer`` use the parameter that an earlier layer made of the same original."""
-    for name, parameter in original._parameters.items():
-        if parameter is None:
-            continue
-        split = getattr(layer, name)
-        first = tied.setdefault(id(parameter), split)
-        if first is not split:
-            if first.placements != split.placements:
-                raise ValueError(f"{path}.{name} is tied to a weight that the plan splits another way")
-            layer._parameters[name] = first
+def _placement(style: str | None, name: str) -> Placement:
+    """Where the parameter ``name`` of a module of ``style`` goes on the tensor axis."""
+    if style == "row":
+        return Shard(1) if name == "weight" else Replicate()
+    return Shard(0) if style in _SPLIT_STYLES else Replicate()
+
+
+def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
+    first: dict[nn.Parameter, tuple[str, Placement]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            placement = _placement(styles.get(path), name)
+            other, other_placement = first.setdefault(parameter, (f"{path}.{name}", placement))
+            if placement != other_placement:
+                raise ValueError(
+                    f"{path}.{name} is tied to {other}, but the plan places them differently: "
+                    f"{placement} and {other_placement}"
+                )
+
+
+def _tie(layers: Mapping[nn.Module, nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
+    """Lets layers share what their originals share; maps each original parameter to its part."""
+    tied: dict[nn.Parameter, nn.Parameter] = {}
+    for original, layer in layers.items():
+        for name, parameter in original._parameters.items():
+            if parameter is not None:
+                layer._parameters[name] = tied.setdefault(parameter, getattr(layer, name))
+    return tied
 
 
 def _replicate_the_rest(
     model: nn.Module,
     styles: Mapping[str, str],
     mesh: ParallelMesh,
-    tied: dict[int, nn.Parameter],
+    tied: dict[nn.Parameter, nn.Parameter],
     *,
     sequence_parallel: bool,
 ) -> None:
@@ -147,7 +170,7 @@ def _replicate_the_rest(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 replicated = place_parameter(parameter, Replicate(), mesh.tensor)
-                module._parameters[name] = tied.setdefault(id(parameter), replicated)
+                module._parameters[name] = tied.setdefault(parameter, replicated)
         style = _style_of(path, styles)
         partial = style == "per_head" or (style == "sequence" and sequence_parallel)
         own[path] = replicated_parameters(module, partial=partial)
@@ -210,36 +233,6 @@ def _insert_region(module: nn.Module, style: str, mesh: ParallelMesh, sequence_p
         transform_first_argument(module, lambda x: regions.gather_sequence(x, SEQUENCE_DIM, group))
     else:
         transform_first_argument(module, lambda x: regions.copy_to_tensor_axis(x, group))
-
-
-def _check_first_inputs(model: nn.Module, mesh: ParallelMesh) -> None:
-    """On the first forward: ranks of one tensor group must get one batch, or every gradient is wrong."""
-    group = mesh.tensor.get_group()
-
-    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        sums = [_position_weighted_sum(tensor) for tensor in tensors]
-        if not sums:
-            return
-        extremes = torch.stack([*sums, *(-value for value in sums)])
-        largest = extremes.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        # Of each value and of its negative every rank must hold the largest: then all are equal.
-        different = torch.tensor([not torch.equal(largest, extremes)], dtype=torch.int32, device=largest.device)
-        dist.all_reduce(different, dist.ReduceOp.MAX, group=group)
-        if different.item():
-            raise ValueError(
-                f"the {group.size()} ranks of one tensor axis got different inputs, but they compute one batch "
-                "together: choose a rank's slice by mesh.data_rank of mesh.data_size, not by its global rank"
-            )
-
-    handle = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-
-
-def _position_weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().flatten().double()
-    return (flat * (torch.arange(flat.numel(), device=flat.device) % 1009 + 1)).sum()
 
 
 def _warn_about_dropout(model: nn.Module) -> None:

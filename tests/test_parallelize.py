@@ -75,8 +75,9 @@ def _details():
     with pytest.raises(ValueError, match="DTensor parameters already"):
         fsdp_tp.parallelize(model, mesh, plan=plan)
 
-    with pytest.raises(ValueError, match="head.weight is tied to a weight that the plan splits another way"):
-        fsdp_tp.parallelize(_TiedNet(), mesh, plan={**plan, "head": "row"})
+    for style in ("row", "replicate"):
+        with pytest.raises(ValueError, match="head.weight is tied to embed.weight, but the plan"):
+            fsdp_tp.parallelize(_TiedNet(), mesh, plan={**plan, "head": style})
 
     model = models.TwoLayerNet()
     frozen = [model.layers[0].mlp.gate.weight, model.layers[0].norm.weight, model.embed.weight, model.position]
@@ -103,8 +104,13 @@ def _details():
     ):
         with pytest.raises(ValueError, match=sentence.replace("*", r"\*")):
             fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan=wrong)
-    with pytest.raises(ValueError, match=r"layers.0.mlp.gate: out_features=33 is not a multiple"):
-        fsdp_tp.parallelize(models.TwoLayerNet(hidden=33), mesh, plan=plan)
+    model = models.TwoLayerNet(hidden=36)
+    model.head = nn.Linear(16, 33)
+    with pytest.raises(ValueError, match=r"head: out_features=33 is not a multiple"):
+        fsdp_tp.parallelize(model, mesh, plan=plan)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "an error changes nothing"
+    with pytest.warns(UserWarning, match="loss_parallel=True has no effect"):
+        fsdp_tp.parallelize(nn.ModuleDict({"a": nn.Linear(4, 4)}), mesh, plan={"a": "column"}, loss_parallel=True)
     with pytest.raises(ValueError, match="plan='megatron' must be 'auto', a dict or one of llama, mistral"):
         fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan="megatron")
     with pytest.raises(ValueError, match="plan='auto' does not know TwoLayerNet; it knows the Hugging Face families"):
@@ -117,6 +123,40 @@ def _details():
 
 def test_ties_frozen_parameters_and_errors():
     run(2, _details)
+
+
+class _SharedLayer(nn.Module):
+    """One linear under two names, in two parents."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.up = self.second.up = nn.Linear(4, 6, dtype=torch.float64)
+        self.first.down = self.second.down = nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        for parent in (self.first, self.second):
+            x = x + parent.down(torch.tanh(parent.up(x)))
+        return x
+
+
+def _shared_modules():
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    torch.manual_seed(1)
+    model, reference = _SharedLayer(), _SharedLayer()
+    reference.load_state_dict(model.state_dict())
+    fsdp_tp.parallelize(model, mesh, plan={"first.up": "column", "first.down": "row"})
+    assert model.second.up is model.first.up
+    x = torch.randn(3, 4, dtype=torch.float64)
+    expected, gradients = _gradients(reference, x, torch.ones(3, 4))
+    actual, own = _gradients(model, x, torch.ones(3, 4))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_a_module_under_two_names_is_replaced_under_both():
+    run(2, _shared_modules)
 
 
 def _different_inputs(same):

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fsdp_tp
@@ -47,6 +48,9 @@ def _column(rows, bias, sequence_parallel, gather_output):
     actual = layer(local)
     actual.backward(grad if gather_output else _own(grad, -1, mesh))
     _close(actual, expected if gather_output else _own(expected, -1, mesh))
+    if not gather_output:  # nothing is reduced: the bits of the same product on one process
+        own_bias = _own(linear.bias, 0, mesh) if bias else None
+        assert torch.equal(actual, F.linear(x, _own(linear.weight, 0, mesh), own_bias))
     _close(local.grad, _own(x.grad, 1, mesh) if sequence_parallel else x.grad)
     _close(_local(layer.weight.grad), _own(linear.weight.grad, 0, mesh))
     if bias:
