@@ -57,13 +57,13 @@ def fully_shard(
         ValueError: a degree that does not divide, an unknown ``comm``, tensor-parallel
             parameters without their mesh, or an optimizer that already holds the parameters.
     """
-    _choose_comm(comm)
+    choose_comm(comm)
     modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         require_no_optimizer(each, "fully_shard")
     return torch_fully_shard(
         module,
-        mesh=_fsdp_mesh(modules, mesh, hybrid_shard_degree),
+        mesh=fsdp_mesh(modules, mesh, hybrid_shard_degree),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
@@ -97,9 +97,10 @@ def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def _fsdp_mesh(
-    modules: list[nn.Module], mesh: ParallelMesh | DeviceMesh | None, hybrid_shard_degree: int | None
+def fsdp_mesh(
+    modules: list[nn.Module], mesh: ParallelMesh | DeviceMesh | None, hybrid_shard_degree: int | None = None
 ) -> DeviceMesh:
+    """The mesh that torch's ``fully_shard`` takes: (replicate, shard), or without replicas (shard)."""
     if isinstance(mesh, DeviceMesh):
         if hybrid_shard_degree is not None:
             raise ValueError(
@@ -136,7 +137,8 @@ def _world_mesh(hybrid_shard_degree: int) -> ParallelMesh:
 
 
 @cache
-def _choose_comm(comm: str) -> str:
+def choose_comm(comm: str) -> str:
+    """Resolves ``comm``, and logs once what "auto" stands for."""
     if comm not in _COMM:
         raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, _COMM))}")
     if comm == "auto":

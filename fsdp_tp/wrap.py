@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fsdp_tp.fsdp import fully_shard
+from fsdp_tp.fsdp import choose_comm, fsdp_mesh
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
@@ -59,6 +59,7 @@ def wrap(
             f"activation_checkpointing={activation_checkpointing!r} must be one of "
             f"{', '.join(map(repr, _ACTIVATION_CHECKPOINTING))}"
         )
+    choose_comm(comm)
     require_no_optimizer(model, "wrap")
     on_meta = {parameter.is_meta for parameter in model.parameters()}
     if len(on_meta) > 1:
@@ -74,13 +75,13 @@ def wrap(
     if on_meta == {False}:
         model.to(mesh.device)
     for module in (*blocks, model):
+        # torch's own, since ours looks for optimizers in all of the process's memory each time.
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=fsdp_mesh([module], mesh),
             reshard_after_forward=reshard_after_forward,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
-            comm=comm,
         )
     if on_meta == {True}:
         materialize(model, mesh.device)
