@@ -9,6 +9,7 @@ traceback; one that hangs is killed, and the next call starts a new pool.
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -48,6 +49,8 @@ def _worker(rank: int, connection: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Models hold groups in reference cycles, and every gloo group has threads that poll.
+            gc.collect()
         connection.send(result)
 
 
