@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from fsdp_tp.train import loop, main
 from fsdp_tp.train.config import parse
 from fsdp_tp.train.metrics import covered
 from fsdp_tp.train.model import build_model
+from tests.commands import torchrun
 from tests.ranks import run
 
 TINY = (
@@ -194,29 +193,18 @@ def test_covered_is_the_length_of_a_union():
     assert covered([(5, 6), (0, 2), (1, 3), (2.5, 2.75)]) == 4
 
 
-def _torchrun(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fsdp_tp.train"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *TINY, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-
-
 def test_the_command_stops_cleanly_on_sigterm(tmp_path, text):
     """The signal goes to torchrun, as a scheduler sends it, which passes it on."""
     output = tmp_path / "run"
-    process = _torchrun("--data", text, "--output", output, "--steps", 100_000)
-    deadline = time.monotonic() + 120
-    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text():
-        assert time.monotonic() < deadline, "no step within two minutes"
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=120)
+    arguments = ["-m", "fsdp_tp.train", *TINY, "--data", text, "--output", output, "--steps", 100_000]
+    with torchrun(2, *arguments) as process:
+        deadline = time.monotonic() + 200
+        while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text():
+            assert time.monotonic() < deadline, "no step within 200 seconds"
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
     assert "stopped by SIGTERM after step" in printed
     saved = checkpoint.latest(output)
     assert saved is not None
@@ -224,7 +212,10 @@ def test_the_command_stops_cleanly_on_sigterm(tmp_path, text):
 
 
 def test_a_wrong_setting_is_a_sentence_in_the_commands_output(tmp_path, text):
-    printed, _ = _torchrun("--data", text, "--output", tmp_path, "--tensor-parallel-degree", 3).communicate(timeout=120)
+    arguments = ["-m", "fsdp_tp.train", *TINY, "--data", text, "--output", tmp_path, "--tensor-parallel-degree", 3]
+    with torchrun(2, *arguments) as process:
+        printed, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
     assert "tensor_parallel_degree=3 does not divide the world of 2 ranks; legal values: 1, 2" in printed
 
 
