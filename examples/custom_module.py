@@ -24,7 +24,7 @@ PLAN = {
     "blocks.*.norm2": "sequence",
     "blocks.*.up": "column",
     "blocks.*.down": "row",
-    "norm": "sequence",
+    "norm": "sequence_gather",
     "head": "column_gather",
 }
 

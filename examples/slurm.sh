@@ -7,11 +7,12 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
-# A checkpoint is written when SIGTERM comes; give it time before the end.
+# A checkpoint is written when SIGTERM comes, 120 s before the end; torchrun gives it 110 s.
 #SBATCH --signal=TERM@120
 #SBATCH --output=slurm-%j.log
 set -euo pipefail
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 srun torchrun \
@@ -23,6 +24,7 @@ srun torchrun \
   -m fsdp_tp.train \
   --tensor-parallel-degree 2 \
   --hybrid-shard-degree 4 \
+  --global-batch-size 256 \
   --precision bf16 \
   --output "runs/$SLURM_JOB_ID" \
   "$@"

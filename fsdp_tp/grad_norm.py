@@ -55,7 +55,7 @@ def clip_grad_norm_(
         bucket = buckets.setdefault(frozenset(group.group_name for group in groups), [])
         if gradient.numel():  # an empty shard still takes part in the collectives
             bucket.append(gradient)
-    device = gradients[0][0].device if gradients else (mesh.device if mesh else torch.device("cpu"))
+    device = _device_of_collectives(list(axes.values()), gradients[0][0] if gradients else None)
     powers = [_power_sum(bucket, norm_type, device) for bucket in buckets.values()]
     sums = torch.stack(powers) if powers else torch.zeros(1, device=device, dtype=torch.float64)
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
@@ -72,6 +72,13 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped")
     _scale([gradient for gradient, _ in gradients], norm, max_norm)
     return norm
+
+
+def _device_of_collectives(groups: list[dist.ProcessGroup], gradient: Tensor | None) -> torch.device:
+    """Where the groups can reduce: offloaded gradients lie on the CPU, but NCCL reduces on the device."""
+    if groups and not any(device.type == "cpu" for device in groups[0]._device_types):
+        return torch.device(groups[0]._device_types[0].type, torch.accelerator.current_device_index())
+    return torch.device("cpu") if gradient is None else gradient.device
 
 
 def _complete_gradient(parameter: Tensor) -> tuple[Tensor, list[dist.ProcessGroup]]:
@@ -103,8 +110,8 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 
 def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, on_device in by_device.items():
-        torch._foreach_mul_(on_device, factor.to(device))
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in alike.items():
+        torch._foreach_mul_(group, factor.to(device, torch.promote_types(dtype, torch.float32)))

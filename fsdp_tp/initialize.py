@@ -15,14 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_UNSET = (
+    "{} is not initialised: neither a Hugging Face _init_weights nor a reset_parameters() or init_weights() method of "
+    "its module ({}) sets it; define one"
+)
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.?")
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Gives every meta parameter and buffer of ``model`` (uninitialised) memory on ``device``.
+    """Gives every meta parameter and buffer of ``model`` memory on ``device``.
 
     Unlike ``nn.Module.to_empty`` it keeps tied weights tied and leaves alone what is not on
-    the meta device.
+    the meta device. Buffers are filled with a mark (:func:`is_unset`), so that
+    :func:`initialize` notices what nobody initialised.
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -34,6 +40,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     empty: Tensor = torch.empty_like(tensor, device=device)
                     if isinstance(tensor, nn.Parameter):
                         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    else:
+                        _mark_unset(empty)
                     made[id(tensor)] = empty
                 table[name] = made[id(tensor)]  # type: ignore[assignment]
 
@@ -52,8 +60,8 @@ def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
         seed: of all random numbers.
 
     Raises:
-        ValueError: a module has parameters or non-persistent buffers of its own and no way to
-            initialise them; the message names it.
+        ValueError: a module has parameters of its own and no way to initialise them, or its
+            initialiser leaves parameters, or buffers that were on meta, unset; the message names it.
     """
     done: set[int] = set()
     hugging_face = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
@@ -63,11 +71,15 @@ def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) not in done
         }
-        buffers = any(name in module._non_persistent_buffers_set for name in module._buffers)
-        if not own and not buffers:
+        if not own and not module._buffers:
             continue
         done.update(id(parameter) for parameter in own.values())
-        _initialize_module(module, path, own, _initializer(module, path, hugging_face), seed)
+        initializer = _initializer(module, path, hugging_face)
+        if initializer is not None:
+            _initialize_module(module, path, own, initializer, seed)
+        unset = [name for name, buffer in module._buffers.items() if buffer is not None and is_unset(buffer)]
+        if unset or (own and initializer is None):
+            raise ValueError(_UNSET.format(f"{path}.{[*own, *unset][0]}".lstrip("."), type(module).__name__))
     return model
 
 
@@ -75,7 +87,7 @@ def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter
     device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
     tables = dict(module._parameters)
     whole = {
-        name: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        name: nn.Parameter(_mark_unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
         for name, parameter in own.items()
     }
     devices = [device] if device.type != "cpu" else []
@@ -87,6 +99,8 @@ def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter
     finally:
         module._parameters.update(tables)
     for name, parameter in own.items():
+        if is_unset(whole[name]):
+            raise ValueError(_UNSET.format(f"{path}.{name}".lstrip("."), type(module).__name__))
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         local.copy_(own_part(whole[name].data, parameter))
 
@@ -99,10 +113,20 @@ def _initializer(module: nn.Module, path: str, hugging_face: dict[str, nn.Module
     for name in ("reset_parameters", "init_weights"):
         if callable(method := getattr(module, name, None)):
             return method
-    raise ValueError(
-        f"module {path or 'root'!r} ({type(module).__name__}) has parameters or buffers of its own but no "
-        "reset_parameters() or init_weights() method that would initialise them; define one"
-    )
+    return None
+
+
+def _mark_unset(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(torch.iinfo(tensor.dtype).min) if tensor.dtype in _SIGNED else tensor
+
+
+def is_unset(tensor: Tensor) -> bool:
+    """Whether ``tensor`` still holds the mark of memory that nobody wrote: nan, or the lowest integer."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype in _SIGNED and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
+from fsdp_tp.comm.functional import all_reduce
 from fsdp_tp.mesh import ParallelMesh
 
 
@@ -30,7 +30,7 @@ def global_mean(loss_sum: Tensor, token_count: Tensor | int, mesh: ParallelMesh)
         A scalar of ``loss_sum``'s dtype, equal on every rank.
 
     Raises:
-        ValueError: no token counts anywhere.
+        ValueError: no token counts anywhere (on CUDA the result is nan instead).
     """
     count = torch.as_tensor(token_count, device=loss_sum.device)
     return _GlobalMean.apply(loss_sum, count, mesh)
@@ -41,12 +41,11 @@ class _GlobalMean(torch.autograd.Function):
     def forward(ctx: Any, loss_sum: Tensor, count: Tensor, mesh: ParallelMesh) -> Tensor:
         group = mesh.data.get_group()
         # fp64 holds every token count exactly, and the loss without a second rounding.
-        pair = torch.stack([loss_sum.double(), count.double()])
-        total_loss, total_count = functional.wait_tensor(functional.all_reduce(pair, "sum", group)).tolist()
-        if total_count == 0:
+        total_loss, total_count = all_reduce(torch.stack([loss_sum.double(), count.double()]), group)
+        if total_count.device.type == "cpu" and total_count == 0:  # elsewhere a look would stall the device: nan
             raise ValueError("global_mean: token_count is 0 on every rank; a mean needs at least one token")
-        ctx.scale = group.size() / total_count
-        return loss_sum.new_tensor(total_loss / total_count)
+        ctx.scale = (group.size() / total_count).to(loss_sum.dtype)
+        return (total_loss / total_count).to(loss_sum.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

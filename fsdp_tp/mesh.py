@@ -165,13 +165,12 @@ def init_mesh(
             raise ValueError(f"pass the degrees either one by one or as config={config}, not both")
         degrees = config
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     _init_process_group_if_needed(device_type)
     shape = degrees.shape(dist.get_world_size())
     mesh = ParallelMesh(init_device_mesh(device_type, tuple(shape), mesh_dim_names=MeshShape._fields))
+    # Making a group takes every rank: here all of them are.
+    axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
     if timeout is not None:
-        axes = [mesh.device_mesh[name] for name in MeshShape._fields] + [mesh.shard, mesh.data]
         for group in (None, *(axis.get_group() for axis in axes)):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
     return mesh
@@ -181,6 +180,8 @@ def _init_process_group_if_needed(device_type: str) -> None:
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda" and (local_rank := int(os.environ.get("LOCAL_RANK", 0))) < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:

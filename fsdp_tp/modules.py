@@ -7,16 +7,20 @@ import gc
 import torch
 from torch import nn
 
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward, so cannot be blocks themselves
+_CONTAINERS = (*_LISTS, nn.Sequential)
+
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers of ``model`` by path: elements of its outermost ``nn.ModuleList`` or
-    ``nn.Sequential`` containers that hold parameters and have children of their own."""
+    """The repeated layers of ``model`` by path: elements of its outermost ``nn.ModuleList``,
+    ``nn.ModuleDict`` or ``nn.Sequential`` containers that hold parameters and have children of their own."""
     blocks: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             child_path = f"{path}.{name}" if path else name
-            is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in child.children())
+            in_container = isinstance(module, _CONTAINERS)
+            is_block = in_container and any(True for _ in child.children()) and not isinstance(child, _LISTS)
             if is_block and any(True for _ in child.parameters()):
                 blocks[child_path] = child
             else:

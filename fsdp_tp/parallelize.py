@@ -7,23 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp import regions
 from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
-from fsdp_tp.layers.front import transform_first_argument
+from fsdp_tp.layers.front import transform_first_argument, transform_output
 from fsdp_tp.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
 from fsdp_tp.layers.parameter import is_fsdp_sharded, place_parameter
-from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals, replicated_parameters
+from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
-from fsdp_tp.plans import auto_plan, families, match_plan
+from fsdp_tp.plans import WHOLE_STYLES, auto_plan, families, match_plan
 
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
-_ONE_ARGUMENT_STYLES = ("shared_input", "split_sequence")
 
 
 def parallelize(
@@ -61,6 +60,8 @@ def parallelize(
         raise ValueError("the model is already wrapped by fully_shard: parallelize it before")
     require_no_optimizer(model, "parallelize")
     if mesh.tensor_size == 1:
+        if not isinstance(plan, str):
+            match_plan(model, plan)  # a script is debugged on one process first
         return model
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
@@ -89,14 +90,12 @@ def parallelize(
             model.set_submodule(path, layers[module])
 
     _replicate_the_rest(model, styles, mesh, tied, sequence_parallel=sequence_parallel)
-    for path, style in styles.items():
-        if style in _ONE_ARGUMENT_STYLES:
-            _insert_region(model.get_submodule(path), style, mesh, sequence_parallel)
-    check_first_inputs(model, mesh.tensor.get_group())
+    _insert_regions(model, styles, mesh, sequence_parallel=sequence_parallel)
+    check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     if loss_parallel:
         if "column_gather" not in styles.values():
             warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)
-        if isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
+        elif isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
             model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
 
@@ -112,12 +111,14 @@ def _split_layer(
         return VocabParallelEmbedding.from_embedding(
             module, mesh=mesh, sequence_parallel=sequence_parallel and not splits_later
         )
+    # After a gathered last norm the output projection's input is whole, its gradient still to be summed.
+    follows_gather = sequence_parallel and style == "column_gather" and "sequence_gather" in styles.values()
     return ColumnParallelLinear.from_linear(
         module,
         mesh=mesh,
         gather_output=style == "column_gather" and not loss_parallel,
         sequence_parallel=sequence_parallel,
-        shared_input=styles.get(path.rpartition(".")[0]) == "shared_input",
+        shared_input=follows_gather or _is_inside_shared_input(path, styles),
     )
 
 
@@ -167,13 +168,14 @@ def _replicate_the_rest(
             if isinstance(module, RowParallelLinear) and sequence_parallel and module.bias is not None:
                 own[path] = [ReplicatedParameter(module, "bias", True)]
             continue
+        own[path] = []
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 replicated = place_parameter(parameter, Replicate(), mesh.tensor)
                 module._parameters[name] = tied.setdefault(parameter, replicated)
-        style = _style_of(path, styles)
-        partial = style == "per_head" or (style == "sequence" and sequence_parallel)
-        own[path] = replicated_parameters(module, partial=partial)
+                style = _whole_style(_join(path, name), styles)
+                partial = style == "per_head" or (sequence_parallel and style in ("sequence", "sequence_gather"))
+                own[path].append(ReplicatedParameter(module, name, partial))
     blocks = find_blocks(model)
     for path, module in list(model.named_modules()):
         entries = [] if styles.get(path) in _SPLIT_STYLES else own[path]
@@ -185,13 +187,17 @@ def _replicate_the_rest(
             bind_locals(module, entries, group)
 
 
-def _style_of(path: str, styles: Mapping[str, str]) -> str:
-    """The style of a module that keeps its parameters whole: its own, or its nearest ancestor's."""
-    while path:
-        if styles.get(path) in ("replicate", "sequence", "per_head"):
-            return styles[path]
-        path = path.rpartition(".")[0]
-    return "replicate"
+def _whole_style(path: str, styles: Mapping[str, str]) -> str | None:
+    """The style of a parameter that stays whole: its own, its module's or the nearest ancestor's."""
+    return next((styles[at] for at in _lineage(path) if styles.get(at) in WHOLE_STYLES), None)
+
+
+def _is_inside_shared_input(path: str, styles: Mapping[str, str]) -> bool:
+    return any(styles.get(ancestor) == "shared_input" for ancestor in _lineage(path)[1:])
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _is_within(path: str, ancestor: str) -> bool:
@@ -203,18 +209,24 @@ def _check_every_gradient_is_known(model: nn.Module, styles: Mapping[str, str], 
     split_parents = {path.rpartition(".")[0] for path, style in styles.items() if style in ("column", "row")}
     unclear = []
     for path, module in model.named_modules():
-        known = any(
-            styles.get(ancestor) in (*_SPLIT_STYLES, "replicate", "sequence", "per_head") for ancestor in _lineage(path)
-        )
-        if known or not any(parameter is not None for parameter in module._parameters.values()):
+        if styles.get(path) in _SPLIT_STYLES:
             continue
-        if sequence_parallel or any(ancestor in split_parents for ancestor in _lineage(path)[1:]):
-            unclear.append(path or f"{type(model).__name__} itself")
+        for name, _ in module.named_parameters(recurse=False):
+            parameter = _join(path, name)
+            style = _whole_style(parameter, styles)
+            if style != "per_head" and _is_inside_shared_input(parameter, styles):
+                raise ValueError(
+                    f"{parameter} stays whole inside a shared_input module, where only weights between the column and "
+                    "row layers can: give it the style 'per_head' if it is there, or drop the shared_input"
+                )
+            beside_split_layers = any(ancestor in split_parents for ancestor in _lineage(path))
+            if style is None and (sequence_parallel or beside_split_layers):
+                unclear.append(parameter)
     if unclear:
         raise ValueError(
-            f"the plan does not say what these modules see: {', '.join(unclear)}. Give each a style: 'replicate' "
-            "(activations that every rank has whole), 'sequence' (between blocks, split by sequence parallelism) "
-            "or 'per_head' (between a column and a row layer)"
+            f"the plan does not say what these parameters see: {', '.join(unclear)}. Give each, or its module, a "
+            "style: 'replicate' (activations that every rank has whole), 'sequence' (between blocks, split by sequence "
+            "parallelism) or 'per_head' (between a column and a row layer)"
         )
 
 
@@ -224,23 +236,43 @@ def _lineage(path: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
-def _insert_region(module: nn.Module, style: str, mesh: ParallelMesh, sequence_parallel: bool) -> None:
+def _insert_regions(
+    model: nn.Module, styles: Mapping[str, str], mesh: ParallelMesh, *, sequence_parallel: bool
+) -> None:
     group = mesh.tensor.get_group()
-    if style == "split_sequence":
+    has_head = "column_gather" in styles.values()
+
+    def enter(x: Tensor) -> Tensor:
         if sequence_parallel:
-            transform_first_argument(module, lambda x: regions.split_to_tensor_axis(x, SEQUENCE_DIM, group))
-    elif sequence_parallel:
-        transform_first_argument(module, lambda x: regions.gather_sequence(x, SEQUENCE_DIM, group))
-    else:
-        transform_first_argument(module, lambda x: regions.copy_to_tensor_axis(x, group))
+            return regions.gather_sequence(x, SEQUENCE_DIM, group)
+        return regions.copy_to_tensor_axis(x, group)
+
+    def split(x: Tensor) -> Tensor:
+        return regions.split_to_tensor_axis(x, SEQUENCE_DIM, group)
+
+    def gather(x: Tensor) -> Tensor:
+        # Gradients are partial sums if a split head reads it, and complete if the user's code does.
+        if has_head:
+            return regions.gather_sequence(x, SEQUENCE_DIM, group)
+        return regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group)
+
+    for path, style in styles.items():
+        if style == "shared_input":
+            transform_first_argument(model.get_submodule(path), enter)
+        elif style == "split_sequence" and sequence_parallel:
+            transform_first_argument(model.get_submodule(path), split)
+        elif style == "sequence_gather" and sequence_parallel:
+            transform_output(model.get_submodule(path), gather)
 
 
 def _warn_about_dropout(model: nn.Module) -> None:
-    dropout = getattr(getattr(model, "config", None), "attention_dropout", 0.0)
-    if dropout:
+    active = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if getattr(getattr(model, "config", None), "attention_dropout", 0.0):
+        active.append("config.attention_dropout")
+    if active:
         warnings.warn(
-            f"attention_dropout={dropout}: each rank draws the masks of its own heads, so the dropped "
-            "positions differ from those of one process",
+            f"dropout ({', '.join(active[:3])}): each rank draws its own masks, so on split activations they differ from "
+            "those of one process; on whole activations the ranks of a tensor axis must draw the same, so seed them alike",
             stacklevel=3,
         )
 

@@ -38,28 +38,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_tp.comm.functional import all_gather, all_reduce, reduce_scatter
+
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
-
-# The registered ops under torch's functional collectives: traceable like those, without the
-# wrapper tensor that each of them allocates (on a CPU it costs as much as a small collective).
-_ops = torch.ops._c10d_functional
-
-
-def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
-
-
-def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    size = group.size()
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
-    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
-
-
-def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    size = group.size()
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", size, group.group_name))
 
 
 def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -85,13 +67,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+        return all_reduce(grad, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -106,14 +88,14 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
+        return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
+        return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -124,22 +106,22 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
+        return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _reduce_scatter(x, dim, group)
+        return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
+        return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -154,7 +136,7 @@ class _SumGradients(torch.autograd.Function):
         wide = torch.float32
         for grad in grads:
             wide = torch.promote_types(wide, grad.dtype)
-        summed = _all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in grads]), ctx.group)
+        summed = all_reduce(torch.cat([grad.reshape(-1).to(wide) for grad in grads]), ctx.group)
         pieces = summed.split([grad.numel() for grad in grads])
         return None, *(piece.view(grad.shape).to(grad.dtype) for piece, grad in zip(pieces, grads, strict=True))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fsdp_tp.fsdp import choose_comm, fsdp_mesh
+from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
@@ -39,7 +41,9 @@ def wrap(
     Build the optimizer afterwards.
 
     Args:
-        model: real weights, the same on every rank, or built under ``torch.device("meta")``.
+        model: real weights, the same on every rank, or built under ``torch.device("meta")``. On
+            CUDA each device holds a tensor-axis share of real weights before FSDP shards it; a
+            model that does not fit so must come from meta.
         mesh: from :func:`fsdp_tp.init_mesh`.
         plan, sequence_parallel, loss_parallel: see :func:`fsdp_tp.parallelize`.
         activation_checkpointing: ``"none"``, or ``"full"``: blocks keep only their input and
@@ -60,6 +64,9 @@ def wrap(
             f"{', '.join(map(repr, _ACTIVATION_CHECKPOINTING))}"
         )
     choose_comm(comm)
+    for axis, size in (("pipeline", mesh.pipeline_size), ("context", mesh.context_size)):
+        if size > 1:
+            warnings.warn(f"no layer uses the {axis} axis yet: its {size} ranks repeat the same work", stacklevel=2)
     require_no_optimizer(model, "wrap")
     on_meta = {parameter.is_meta for parameter in model.parameters()}
     if len(on_meta) > 1:
@@ -80,10 +87,11 @@ def wrap(
             module,
             mesh=fsdp_mesh([module], mesh),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=mp_policy,
+            mp_policy=reducing_in_fp32(mp_policy),
             offload_policy=offload_policy,
         )
     if on_meta == {True}:
-        materialize(model, mesh.device)
+        offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+        materialize(model, torch.device("cpu") if offloaded else mesh.device)
         initialize(model, seed=seed)
     return model

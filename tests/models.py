@@ -12,7 +12,7 @@ VOCABULARY = 64
 SEQUENCE = 8
 ROWS = 8
 
-_SIZES = dict(
+SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
     intermediate_size=48,
@@ -28,7 +28,7 @@ def hugging_face(family: str, **overrides: Any) -> nn.Module:
     """A toy decoder of a Hugging Face family (``llama``, ``mistral``, ``qwen2``, ``qwen3``)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {**_SIZES, **overrides}
+    sizes = {**SIZES, **overrides}
     if family == "qwen3":
         sizes.setdefault("head_dim", 8)
     config = AutoConfig.for_model(family, **sizes)
@@ -99,6 +99,6 @@ TWO_LAYER_PLAN = {
     "layers.*.mlp.up": "column",
     "layers.*.mlp.group_norm": "per_head",
     "layers.*.mlp.down": "row",
-    "norm": "sequence",
+    "norm": "sequence_gather",
     "head": "column_gather",
 }

@@ -27,6 +27,8 @@ CALL_TIMEOUT_SECONDS = 300
 
 def _worker(rank: int, connection: Any) -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the imported modules stay: the collection after every job need not walk them
     while True:
         try:
             job = connection.recv()

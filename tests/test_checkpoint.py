@@ -103,6 +103,19 @@ def test_nothing_saved_is_overwritten_and_a_failed_save_leaves_no_checkpoint(tmp
     assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
 
 
+def _bad_extra(path):
+    fsdp_tp.init_mesh()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoint.save(path, model=nn.Linear(2, 2), extra={"not json": object()})
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        checkpoint.load(path, model=nn.Linear(2, 2))
+
+
+def test_what_fails_on_rank_0_fails_on_all(tmp_path):
+    """A rank that failed alone would leave the others waiting for it."""
+    run(2, _bad_extra, tmp_path / "step-1")
+
+
 def test_without_a_process_group(tmp_path):
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     checkpoint.save(tmp_path / "step-1", model=model, extra={"a": 1})

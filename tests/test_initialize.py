@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_tp
 from fsdp_tp.initialize import materialize, own_part
@@ -94,10 +95,40 @@ class _Buffer(nn.Module):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
 
-@pytest.mark.parametrize("kind", [_Bare, _Buffer])
-def test_a_module_without_initialiser_is_named(kind):
-    model = nn.ModuleDict({"odd": kind(), "linear": nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match=rf"module 'odd' \({kind.__name__}\) .* no reset_parameters\(\) or "):
+class _Forgetful(nn.Linear):
+    """Its initialiser leaves the bias."""
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+@pytest.mark.parametrize(("kind", "unset"), [(_Bare, "scale"), (_Buffer, "table"), (_Forgetful, "bias")])
+def test_what_nobody_initialises_is_named(kind, unset):
+    with torch.device("meta"):
+        model = nn.ModuleDict({"odd": kind(2, 2) if kind is _Forgetful else kind(), "linear": nn.Linear(2, 2)})
+    materialize(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"odd.{unset} is not initialised: .* of its module \({kind.__name__}\)"):
+        fsdp_tp.initialize(model)
+
+
+def test_real_buffers_are_left_alone():
+    model = nn.ModuleDict({"odd": _Buffer(), "linear": nn.Linear(2, 2)})
+    fsdp_tp.initialize(model)
+    assert torch.equal(model["odd"].table, torch.arange(3.0))
+
+
+class _HuggingFaceWithBareParameter(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_that_hugging_face_does_not_know_is_named():
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    with torch.device("meta"):
+        model = _HuggingFaceWithBareParameter(config)
+    materialize(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match="scale is not initialised"):
         fsdp_tp.initialize(model)
 
 

@@ -77,7 +77,7 @@ def _details():
 
     for style in ("row", "replicate"):
         with pytest.raises(ValueError, match="head.weight is tied to embed.weight, but the plan"):
-            fsdp_tp.parallelize(_TiedNet(), mesh, plan={**plan, "head": style})
+            fsdp_tp.parallelize(_TiedNet(), mesh, plan={**plan, "head": style, "position": "replicate"})
 
     model = models.TwoLayerNet()
     frozen = [model.layers[0].mlp.gate.weight, model.layers[0].norm.weight, model.embed.weight, model.position]
@@ -159,6 +159,111 @@ def test_a_module_under_two_names_is_replaced_under_both():
     run(2, _shared_modules)
 
 
+class _SharedInput(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Inner(nn.Module):
+    def __init__(self, scaled):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
+        if scaled:
+            self.scale = nn.Parameter(torch.rand(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)) * getattr(self, "scale", 1.0))
+
+
+def _nested(scaled, shared_input):
+    """Column layers two levels below the module that names their input; a bare weight between them."""
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    plan = {"1.inner.up": "column", "1.inner.down": "row"}
+    plan |= {"1": "shared_input"} if shared_input else {}
+
+    def build():
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), _SharedInput(_Inner(scaled)))
+
+    if scaled:
+        with pytest.raises(ValueError, match=r"1.inner.scale"):
+            fsdp_tp.parallelize(build(), mesh, plan=plan)
+        plan |= {"1.inner.scale": "per_head"}
+    model, reference = build(), build()
+    fsdp_tp.parallelize(model, mesh, plan=plan)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    _, gradients = _gradients(reference, x, torch.ones(3, 4))
+    _, own = _gradients(model, x, torch.ones(3, 4))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("shared_input", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_nested_column_layers_and_single_parameters(scaled, shared_input):
+    run(2, _nested, scaled, shared_input)
+
+
+def _plan_details():
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    plan = models.TWO_LAYER_PLAN
+    for style in ("replicate", "sequence"):
+        with pytest.raises(ValueError, match="group_norm.weight stays whole inside a shared_input module, where only"):
+            fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan={**plan, "layers.*.mlp.group_norm": style})
+    with pytest.raises(ValueError, match="'position' is a parameter: its style can be replicate, sequence,"):
+        fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan={**plan, "position": "column"})
+    with pytest.warns(UserWarning, match=r"dropout \(1\): each rank draws its own masks"):
+        fsdp_tp.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), mesh, plan={"0": "replicate"})
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(**models.SIZES, pad_token_id=0)
+    classifier = LlamaForSequenceClassification(config)
+    with pytest.warns(UserWarning, match="loss_parallel=True has no effect"):
+        fsdp_tp.parallelize(classifier, mesh, loss_parallel=True)
+    assert classifier(models.batch(), labels=torch.zeros(8, dtype=torch.long)).loss > 0
+
+
+def test_plans_that_would_be_wrong_in_silence():
+    run(2, _plan_details)
+
+
+def test_a_dict_plan_is_checked_on_one_process_too():
+    run(1, _typo)
+
+
+def _typo():
+    with pytest.raises(ValueError, match="matches no module"):
+        fsdp_tp.parallelize(models.TwoLayerNet(), fsdp_tp.init_mesh(), plan={"layer.*.norm": "sequence"})
+
+
+def _whole_outputs(headless):
+    """Under sequence parallelism too the caller sees whole sequences, also when it asks for the last logits."""
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    outputs = []
+    for parallel in (False, True):
+        model = models.hugging_face("llama")
+        fsdp_tp.initialize(model)
+        model = model.model if headless else model
+        if parallel:
+            fsdp_tp.parallelize(model, mesh, sequence_parallel=True)
+        ids = models.batch()[:, :-1]
+        y = model(ids).last_hidden_state if headless else model(ids, logits_to_keep=3).logits
+        y.square().mean().backward()
+        outputs.append([y, *(models.gather(parameter.grad) for parameter in model.parameters())])
+    assert outputs[0][0].shape[1] == (8 if headless else 3)
+    for expected, actual in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_outputs_are_whole_under_sequence_parallelism(headless):
+    run(2, _whole_outputs, headless)
+
+
 def _different_inputs(same):
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
     model = fsdp_tp.wrap(models.hugging_face("llama"), mesh)
@@ -179,9 +284,13 @@ def test_ranks_of_one_tensor_group_must_get_the_same_batch(same):
 def _unclear(sequence_parallel):
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
     left_out = "layers.*.norm" if sequence_parallel else "layers.*.mlp.group_norm"
-    plan = {pattern: style for pattern, style in models.TWO_LAYER_PLAN.items() if pattern != left_out}
+    plan = {
+        pattern: style
+        for pattern, style in models.TWO_LAYER_PLAN.items()
+        if pattern != left_out and style != "shared_input"
+    }
     named = left_out.replace("*", "0")
-    with pytest.raises(ValueError, match=f"does not say what these modules see: .*{named}.* 'replicate'"):
+    with pytest.raises(ValueError, match=f"does not say what these parameters see: .*{named}.weight.* 'replicate'"):
         fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan=plan, sequence_parallel=sequence_parallel)
 
 
@@ -197,7 +306,7 @@ def _auto_errors():
         fsdp_tp.parallelize(models.hugging_face("llama"), mesh)
     with pytest.raises(ValueError, match=r"plan='auto' does not know GPT2LMHeadModel \(model_type 'gpt2'\)"):
         fsdp_tp.parallelize(models.hugging_face("gpt2"), mesh)
-    with pytest.warns(UserWarning, match="attention_dropout=0.5"):
+    with pytest.warns(UserWarning, match="config.attention_dropout"):
         fsdp_tp.parallelize(models.hugging_face("llama", num_key_value_heads=4, attention_dropout=0.5), mesh)
 
 

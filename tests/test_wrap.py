@@ -111,6 +111,31 @@ def test_recomputed_blocks_give_the_same_bits():
         assert kept == recomputed
 
 
+def _nano():
+    """Blocks in a ModuleList inside a ModuleDict, as nanoGPT has them, and in a ModuleDict, as torchtitan has."""
+    from fsdp_tp.modules import find_blocks
+
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())  # noqa: E731
+    blocks = torch.nn.ModuleList([block(), block()])
+    nano = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"wte": torch.nn.Embedding(2, 2), "h": blocks})})
+    titan = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": block(), "1": block()})})
+    return list(find_blocks(nano)), list(find_blocks(titan))
+
+
+def test_blocks_are_found_in_every_usual_container():
+    assert _nano() == (["transformer.h.0", "transformer.h.1"], ["layers.0", "layers.1"])
+
+
+def _unused_axes():
+    mesh = fsdp_tp.init_mesh(context_parallel_degree=2)
+    with pytest.warns(UserWarning, match="no layer uses the context axis yet: its 2 ranks repeat the same work"):
+        fsdp_tp.wrap(models.hugging_face("llama"), mesh)
+
+
+def test_an_axis_without_effect_warns():
+    run(2, _unused_axes)
+
+
 def _compiled_block(sequence_parallel):
     """One graph for the whole block, forward and backward."""
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)

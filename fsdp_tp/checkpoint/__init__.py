@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 __all__ = ["latest", "load", "save"]
+
+Result = TypeVar("Result")
 
 _EXTRA = "extra.json"
 # An entry is "state.<parameter name>.exp_avg", whatever the order of parameters.
@@ -51,21 +54,25 @@ def save(
         ValueError: ``path`` exists already: nothing saved is overwritten.
     """
     final = Path(path)
-    if _agree(final.exists()):
-        raise ValueError(f"checkpoint path {final} exists already; save to a new one or remove it")
     temporary = final.with_name(f".{final.name}.incomplete")
-    if _rank() == 0:
+
+    def prepare() -> None:
+        json.dumps(extra)  # fails now rather than after the tensors are written
+        if final.exists():
+            raise ValueError(f"checkpoint path {final} exists already; save to a new one or remove it")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    _barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=temporary)
-    if _rank() == 0:
+
+    def complete() -> None:
         (temporary / _EXTRA).write_text(json.dumps(extra or {}))
         for file in temporary.iterdir():
             _fsync(file)
         temporary.rename(final)
         _fsync(final.parent)
-    _barrier()
+
+    _on_rank_0(prepare)
+    dcp.save(_state(model, optimizer), checkpoint_id=temporary)
+    _on_rank_0(complete)
 
 
 def load(
@@ -82,28 +89,39 @@ def load(
         ValueError: ``path`` is not a complete checkpoint.
     """
     path = Path(path)
-    if not _is_complete(path):
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {_EXTRA} or no .metadata file")
+
+    def read_extra() -> dict[str, Any]:
+        if not _is_complete(path):
+            raise ValueError(f"{path} is not a complete checkpoint: it has no {_EXTRA} or no .metadata file")
+        found: dict[str, Any] = json.loads((path / _EXTRA).read_text())
+        return found
+
+    extra = _on_rank_0(read_extra)
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_BY_NAME)
-    extra: dict[str, Any] = json.loads((path / _EXTRA).read_text())
     return extra
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in ``directory`` whose name ends in the highest number, or None."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        return None
-    numbered = [
-        (int(match.group(1)), path)
-        for path in directory.iterdir()
-        if (match := re.search(r"(\d+)$", path.name)) and not path.name.startswith(".") and _is_complete(path)
-    ]
-    return max(numbered)[1] if numbered else None
+    """The complete checkpoint in ``directory`` whose name ends in the highest number, or None.
+
+    Every rank must call it; all get what rank 0 sees.
+    """
+
+    def find() -> Path | None:
+        if not Path(directory).is_dir():
+            return None
+        numbered = [
+            (int(match.group(1)), path)
+            for path in Path(directory).iterdir()
+            if (match := re.search(r"(\d+)$", path.name)) and not path.name.startswith(".") and _is_complete(path)
+        ]
+        return max(numbered)[1] if numbered else None
+
+    return _on_rank_0(find)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -117,21 +135,22 @@ def _is_complete(path: Path) -> bool:
     return (path / _EXTRA).is_file() and (path / ".metadata").is_file()
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
+def _on_rank_0(function: Callable[[], Result]) -> Result:
+    """Runs ``function`` on rank 0; every rank returns its result or raises its exception. File
+    systems may show a change to ranks at different times, and a rank that fails alone leaves the
+    others waiting."""
+    outcome: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
     if dist.is_initialized():
-        dist.barrier()
-
-
-def _agree(condition: bool) -> bool:
-    """Rank 0's answer on every rank: file systems may show a change at different times."""
-    answer = [condition]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: Result = outcome[0]
+    return result
 
 
 def _fsync(path: Path) -> None:

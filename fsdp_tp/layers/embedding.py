@@ -36,6 +36,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     Raises:
         ValueError: t does not divide ``num_embeddings``, or, in forward, the sequence.
+        RuntimeError: an id out of range (on CUDA, as a device-side assertion).
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class VocabParallelEmbedding(nn.Embedding):
         if self.tensor_group.size() == 1:
             return F.embedding(input, weight, self.padding_idx)
         rows = weight.shape[0]
+        torch._assert_async(
+            ((input >= 0) & (input < self.num_embeddings)).all(), f"an id is not in [0, {self.num_embeddings})"
+        )
         index = input - self.first_row
         elsewhere = (index < 0) | (index >= rows)
         padding_idx = None

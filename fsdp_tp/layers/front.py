@@ -33,6 +33,19 @@ def transform_first_argument(module: nn.Module, region: Callable[[Tensor], Tenso
     put_in_front(module, Region)
 
 
+def transform_output(module: nn.Module, region: Callable[[Tensor], Tensor]) -> None:
+    """``module.forward`` returns ``region(y)`` where it returned the tensor y."""
+    module._output_region = region  # type: ignore[assignment]
+    put_in_front(module, OutputRegion)
+
+
+class OutputRegion:
+    _output_region: Callable[[Tensor], Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output_region(super().forward(*args, **kwargs))  # type: ignore[misc]
+
+
 class Region:
     _first_argument: str
     _first_argument_region: Callable[[Tensor], Tensor]

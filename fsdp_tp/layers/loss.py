@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_tp.comm.functional import all_reduce
 from fsdp_tp.layers.parameter import tensor_axis
 from fsdp_tp.mesh import ParallelMesh
 
@@ -45,6 +45,7 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: unknown reduction, smoothing out of range, or shapes that do not match.
+        RuntimeError: a target out of range (on CUDA, as a device-side assertion).
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -54,6 +55,10 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not match targets of shape {tuple(target.shape)}")
     group = tensor_axis(mesh).get_group()
     counts = target != ignore_index
+    classes = logits.shape[-1] * group.size()
+    torch._assert_async(
+        ((target >= 0) & (target < classes) | ~counts).all(), f"a target is neither ignore_index nor in [0, {classes})"
+    )
     losses = _VocabParallelCrossEntropy.apply(logits, target, counts, label_smoothing, group)
     if reduction == "none":
         return losses
@@ -70,16 +75,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         vocabulary = logits.shape[-1]
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        maximum = functional.wait_tensor(functional.all_reduce(z.amax(-1), "max", group))
+        maximum = all_reduce(z.amax(-1), group, "max")
         z = z - maximum.unsqueeze(-1)
         index = target - group.rank() * vocabulary
         here = counts & (index >= 0) & (index < vocabulary)
         index = index.masked_fill(~here, 0).unsqueeze(-1)
         z_target = z.gather(-1, index).squeeze(-1).masked_fill(~here, 0)
-        z_sum = z.sum(-1)
+        # Without smoothing a masked class, z = -inf, must not enter.
+        z_sum = z.sum(-1) if smoothing else torch.zeros_like(z_target)
         exponentials = z.exp_()
-        sums = torch.stack([exponentials.sum(-1), z_target, z_sum])
-        denominator, z_target, z_sum = functional.wait_tensor(functional.all_reduce(sums, "sum", group))
+        sums = all_reduce(torch.stack([exponentials.sum(-1), z_target, z_sum]), group)
+        denominator, z_target, z_sum = sums
         mean_z = z_sum / (vocabulary * group.size())
         losses = denominator.log() - (1 - smoothing) * z_target - smoothing * mean_z
         ctx.save_for_backward(exponentials, denominator, index, here, counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TypeVar
 
 import torch
@@ -91,6 +92,6 @@ def shell_of(cls: type[Layer], original: nn.Module, expected: type[nn.Module]) -
     if type(original) is not expected:
         raise ValueError(f"{cls.__name__} takes the place of nn.{expected.__name__}, not of {type(original).__name__}")
     layer = cls.__new__(cls)
-    layer.__dict__.update(original.__dict__)
-    layer._parameters = dict(original._parameters)
+    for name, value in original.__dict__.items():
+        layer.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) else value  # tables of hooks and such
     return layer

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -71,12 +70,3 @@ class Bound:
         finally:
             for entry, parameter in bound:
                 entry.module._parameters[entry.name] = parameter
-
-
-def replicated_parameters(module: nn.Module, *, partial: bool) -> list[ReplicatedParameter]:
-    """The parameters that ``module`` itself owns, as entries for :func:`bind_locals`."""
-    return [
-        ReplicatedParameter(module, name, partial)
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, torch.Tensor)
-    ]

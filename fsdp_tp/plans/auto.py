@@ -49,6 +49,12 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str | None = None) -> dic
         )
     _check_heads(config, axis)
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    unknown = {style for style in config.base_model_tp_plan.values() if style not in _TRANSLATION}
+    if unknown:
+        raise ValueError(
+            f"plan='auto': the base_model_tp_plan of {model_type} has the unknown styles {', '.join(sorted(unknown))}; "
+            f"known: {', '.join(_TRANSLATION)}. Pass a dict plan"
+        )
     plan = {prefix + path: _TRANSLATION[style] for path, style in config.base_model_tp_plan.items()}
     plan |= {
         f"{prefix}embed_tokens": "vocab",
@@ -59,7 +65,7 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str | None = None) -> dic
         f"{prefix}layers.*.mlp": "shared_input",
         f"{prefix}layers.*.input_layernorm": "sequence",
         f"{prefix}layers.*.post_attention_layernorm": "sequence",
-        f"{prefix}norm": "sequence",
+        f"{prefix}norm": "sequence_gather",
     }
     if isinstance(getattr(model, "lm_head", None), nn.Linear):
         plan["lm_head"] = "column_gather"

@@ -16,25 +16,35 @@ STYLES: dict[str, str] = {
     "replicate": "whole on every rank, applied to activations that every rank has whole",
     "sequence": "whole on every rank, applied to this rank's slice of the sequence under sequence parallelism "
     "(a norm between blocks); without it the same as replicate",
-    "per_head": "whole on every rank, applied to this rank's heads (a query or key norm): gradients are summed",
-    "shared_input": "a module (attention, mlp) whose first argument is the common input of its column layers: "
-    "its gradient is reduced once for all of them, and under sequence parallelism it is gathered once",
+    "sequence_gather": "as sequence, and under sequence parallelism its output is gathered: the last norm",
+    "per_head": "whole on every rank, applied to this rank's part between column and row layers (a query or key "
+    "norm): gradients are summed",
+    "shared_input": "a module (attention, mlp) whose first argument is the input of all its column layers: its "
+    "gradient is reduced once for all of them, and under sequence parallelism it is gathered once. Weights that "
+    "are not split may stand only between its column and row layers (per_head)",
     "split_sequence": "under sequence parallelism the first argument of this module is split along the sequence "
     "(the first block, when the embedding leaves it whole)",
 }
 
 
-def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Resolves patterns such as ``"layers.*.attn.wq"`` to ``{module path: style}``.
+WHOLE_STYLES = ("replicate", "sequence", "sequence_gather", "per_head")
+"""Of modules, or of single parameters, that every rank has whole."""
 
-    ``*`` stands for any one component of a path (a layer index). A path may match several
+
+def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Resolves patterns such as ``"layers.*.attn.wq"`` to ``{path: style}``.
+
+    A path is that of a module, or of a single parameter that a module owns beside others.
+    ``*`` stands for any part of one component (a layer index). A path may match several
     patterns if they agree.
 
     Raises:
         ValueError: an unknown style, a pattern that matches nothing (the message names the
-            closest paths), or two patterns that give one module different styles.
+            closest paths), a split style for a parameter, or two patterns that give one path
+            different styles.
     """
-    paths = [path for path, _ in model.named_modules() if path]
+    parameters = {path for path, _ in model.named_parameters()}
+    paths = [path for path, _ in model.named_modules() if path] + sorted(parameters)
     resolved: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
@@ -46,6 +56,8 @@ def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             hint = f"; the closest are: {', '.join(near)}" if near else ""
             raise ValueError(f"the plan pattern {pattern!r} matches no module of {type(model).__name__}{hint}")
         for path in matches:
+            if path in parameters and style not in WHOLE_STYLES:
+                raise ValueError(f"{path!r} is a parameter: its style can be {', '.join(WHOLE_STYLES)}, not {style!r}")
             if resolved.setdefault(path, style) != style:
                 raise ValueError(f"the plan gives {path!r} two styles: {resolved[path]!r} and {style!r}")
     return resolved

@@ -18,11 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     A setting that does not fit is one line on rank 0 and status 2, not a traceback of every rank.
     """
+    from fsdp_tp.train.loop import prepare, run
+
     try:
         config = parse(arguments)
-        from fsdp_tp.train.loop import train
-
-        train(config)
+        job = prepare(config)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -30,8 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
         handler = get_error_handler()
         handler.initialize()
         handler.record_exception(error)
+        _end()
         return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    run(config, job)
+    _end()
     return 0
+
+
+def _end() -> None:
+    # Not after other errors: there a peer may be stuck in a collective, and leaving it could wait for that.
+    if dist.is_initialized():
+        dist.destroy_process_group()

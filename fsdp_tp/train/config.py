@@ -119,6 +119,10 @@ class TrainConfig:
                 if value < least:
                     raise ValueError(f"{name}={value} must be at least {least}")
 
+        for name in ("pipeline_parallel_degree", "context_parallel_degree"):
+            if getattr(self.parallel, name) != 1:
+                raise ValueError(f"{name}={getattr(self.parallel, name)}: the trainer can only do 1 so far")
+
     def micro_batches(self, data_size: int) -> tuple[int, int]:
         """(sequences a rank computes at once, micro-batches a step) for ``data_size`` data ranks."""
         size, micro = self.optimizer.global_batch_size, self.optimizer.micro_batch_size
@@ -133,7 +137,14 @@ class TrainConfig:
 
 _LOWEST: dict[str, dict[str, float]] = {
     "": {"save_every": 0, "stop_after": 0, "log_every": 1, "measure_communication_every": 0, "timeout": 1},
-    "model": {"vocab_size": 0, "num_layers": 1, "hidden_size": 1, "intermediate_size": 1, "num_heads": 1},
+    "model": {
+        "vocab_size": 0,
+        "num_layers": 1,
+        "hidden_size": 1,
+        "intermediate_size": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+    },
     "data": {"sequence_length": 1},
     "optimizer": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 0, "warmup_steps": 0, "max_grad_norm": 0},
 }
@@ -144,7 +155,11 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     ``config.json`` of an earlier run, or a part of one."""
     import sys
 
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = [
+        part
+        for argument in (sys.argv[1:] if arguments is None else arguments)
+        for part in (argument.split("=", 1) if argument.startswith("--config=") else [argument])
+    ]
     default = TrainConfig()
     if "--config" in arguments:
         at = arguments.index("--config")

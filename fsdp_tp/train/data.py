@@ -23,6 +23,7 @@ class Tokenizer(Protocol):
     """Turns a document into token ids, with whatever marks its end."""
 
     name: str
+    """Differs between tokenizers that encode differently."""
     size: int
 
     def encode(self, text: str) -> list[int]: ...
@@ -48,12 +49,19 @@ class HuggingFaceTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"tokenizer={directory} cannot be loaded: {error}") from None
-        self.name = str(directory.resolve())
+        self.name = _digest_of_files(directory)
         self.size = len(self._tokenizer)
         self._end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
 
     def encode(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text, add_special_tokens=False), *self._end]
+
+
+def _digest_of_files(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(file for file in directory.iterdir() if file.is_file()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def find_files(data: Sequence[Path]) -> list[Path]:
@@ -172,9 +180,10 @@ class PackedSequences(Dataset[Tensor]):
 class StepSampler(Sampler[list[int]]):
     """For each optimizer step, without end, the sequences that one data rank computes.
 
-    Step s of the job takes positions s * B to (s + 1) * B of one endless order (a new
-    permutation each epoch, from ``seed``), whatever the layout: data rank r of n takes the
-    r-th of n equal parts. The state is the step alone, so a run may resume on another layout.
+    A step takes the next ``global_batch`` positions of one endless order (a new permutation each
+    epoch, from ``seed``), whatever the layout: data rank r of n takes the r-th of n equal parts.
+    The state is the position in that order, so a run may resume on another layout, or with
+    another batch size.
     """
 
     def __init__(self, sequences: int, global_batch: int, *, data_rank: int, data_size: int, seed: int) -> None:
@@ -183,14 +192,14 @@ class StepSampler(Sampler[list[int]]):
         self._share = global_batch // data_size
         self._first = data_rank * self._share
         self._seed = seed
-        self._step = 0
+        self._position = 0
         self._epoch = -1
         self._order = torch.empty(0)
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
-            start = self._step * self._global_batch + self._first
-            self._step += 1
+            start = self._position + self._first
+            self._position += self._global_batch
             yield [self._sequence_at(position) for position in range(start, start + self._share)]
 
     def _sequence_at(self, position: int) -> int:
@@ -201,7 +210,7 @@ class StepSampler(Sampler[list[int]]):
         return int(self._order[index])
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._step}
+        return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._step = state["step"]
+        self._position = state["position"]

@@ -7,6 +7,9 @@ import signal
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,8 +44,28 @@ _PRECISION = {
 }
 
 
+@dataclass
+class Job:
+    """Everything that a configuration stands for, ready to run."""
+
+    mesh: ParallelMesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Any
+    micro_batch: int
+    """Sequences that a rank computes at once."""
+    first_step: int
+    """Steps that a checkpoint has already done."""
+    description: str
+
+
 def train(config: TrainConfig) -> None:
-    """Runs the job that ``config`` describes; every rank calls it.
+    """Runs the job that ``config`` describes; every rank calls it."""
+    run(config, prepare(config))
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Data, model, optimizer and, on a resume, the checkpoint; every rank calls it.
 
     Raises:
         ValueError: a setting, a data file or the model does not fit; on every rank alike.
@@ -54,7 +77,6 @@ def train(config: TrainConfig) -> None:
     start = _checkpoint_to_resume(config)
     sequences = PackedSequences(_tokens(config, tokenizer), config.data.sequence_length)
     loader = _loader(config, sequences, mesh)
-
     fsdp_tp.wrap(
         model,
         mesh,
@@ -67,12 +89,22 @@ def train(config: TrainConfig) -> None:
         seed=config.seed,
     )
     optimizer = build_optimizer(model, config.optimizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    description = (
+        f"{mesh.describe()}\n{parameters / 1e6:.1f} M parameters, {len(sequences):,} sequences of "
+        f"{config.data.sequence_length} tokens, {micro_batches} micro-batch(es) of {micro_batch} a rank and step"
+    )
     first_step = 0
     if start is not None:
         extra = checkpoint.load(start, model=model, optimizer=optimizer)
         first_step = extra["step"]
         loader.load_state_dict(extra["data"])
+        description += f"\nresumed from {start} after step {first_step}"
+    return Job(mesh, model, optimizer, loader, micro_batch, first_step, description)
 
+
+def run(config: TrainConfig, job: Job) -> None:
+    """Steps, metrics and checkpoints until the last step, ``stop_after`` or SIGTERM."""
     reporter = Reporter(
         config.output,
         total_steps=config.optimizer.steps,
@@ -81,30 +113,21 @@ def train(config: TrainConfig) -> None:
     )
     if dist.get_rank() == 0:
         configuration.write(config, config.output / "config.json")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    reporter.say(mesh.describe())
-    reporter.say(
-        f"{parameters / 1e6:.1f} M parameters, {len(sequences):,} sequences of {config.data.sequence_length} tokens, "
-        f"{micro_batches} micro-batch(es) of {micro_batch} a rank and step"
-    )
-    if start is not None:
-        reporter.say(f"resumed from {start} after step {first_step}")
-
-    model.train()
-    batches = iter(loader)
-    reporter.start(first_step)
-    saved_step = first_step if start is not None else -1
+    reporter.say(job.description)
+    job.model.train()
+    batches = iter(job.loader)
+    reporter.start(job.first_step)
     with StopRequest() as stop:
-        for step in range(first_step + 1, config.optimizer.steps + 1):
+        for step in range(job.first_step + 1, config.optimizer.steps + 1):
             began = time.perf_counter()
             every = config.measure_communication_every
             # The second step, since the first also pays for lazy initialisation.
-            measured = every > 0 and dist.get_rank() == 0 and (step - first_step) % every == 2 % every
-            learning_rate = set_learning_rate(optimizer, config.optimizer, step)
+            measured = every > 0 and dist.get_rank() == 0 and (step - job.first_step) % every == 2 % every
+            learning_rate = set_learning_rate(job.optimizer, config.optimizer, step)
             with CommunicationShare(enabled=measured) as communication:
-                batch = next(batches).to(mesh.device)
-                loss, norm = train_step(model, optimizer, batch, mesh, config, micro_batch)
-            stopping, peak = _over_ranks([float(stop.requested), peak_memory_bytes(mesh.device)], mesh.device)
+                batch = next(batches).to(job.mesh.device)
+                loss, norm = train_step(job.model, job.optimizer, batch, job.mesh, config, job.micro_batch)
+            stopping, peak = _over_ranks([float(stop.requested), peak_memory_bytes(job.mesh.device)], job.mesh.device)
             seconds = time.perf_counter() - began
             reporter.step(
                 StepMetrics(
@@ -118,11 +141,10 @@ def train(config: TrainConfig) -> None:
                 )
             )
             last = step in (config.optimizer.steps, config.stop_after) or bool(stopping)
-            if (last or (config.save_every and step % config.save_every == 0)) and step != saved_step:
-                saved_step = step
+            if last or (config.save_every and step % config.save_every == 0):
                 path = config.output / f"step-{step}"
-                extra = {"step": step, "data": loader.state_dict()}
-                checkpoint.save(path, model=model, optimizer=optimizer, extra=extra)
+                extra = {"step": step, "data": job.loader.state_dict()}
+                checkpoint.save(path, model=job.model, optimizer=job.optimizer, extra=extra)
                 reporter.say(f"saved {path}")
             if stopping:
                 reporter.say(f"stopped by SIGTERM after step {step}; run the same command again to continue")
@@ -214,26 +236,35 @@ def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
 
 
 def _tokens(config: TrainConfig, tokenizer: Tokenizer) -> Path:
-    """Rank 0 tokenises; an error there is raised on all ranks."""
-    answer: list[Any] = [None]
+    """Rank 0 tokenises in a thread, while all ranks meet every second: however long it takes, no
+    collective waits long. An error there is raised on all ranks."""
+    work: Future[Path] | None = None
     if dist.get_rank() == 0:
-        try:
-            answer = [
-                write_tokens(
-                    find_files(config.data.data),
-                    tokenizer,
-                    config.output / "cache",
-                    text_column=config.data.text_column,
-                    progress=_show_tokenising,
-                )
-            ]
-        except (ValueError, OSError) as error:
-            answer = [ValueError(str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    path: Path = answer[0]
+        work = ThreadPoolExecutor(1).submit(_write_tokens, config, tokenizer)
+    outcome: list[Any] = [None]
+    while outcome[0] is None:
+        if work is not None:
+            try:
+                outcome = [work.result(timeout=1)]
+            except FutureTimeout:
+                outcome = [None]
+            except Exception as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    path: Path = outcome[0]
     return path
+
+
+def _write_tokens(config: TrainConfig, tokenizer: Tokenizer) -> Path:
+    return write_tokens(
+        find_files(config.data.data),
+        tokenizer,
+        config.output / "cache",
+        text_column=config.data.text_column,
+        progress=_show_tokenising,
+    )
 
 
 def _show_tokenising(files: Sequence[Path]) -> Iterable[Path]:

@@ -28,7 +28,7 @@ def build_model(config: ModelConfig, *, tokenizer_size: int, sequence_length: in
         hugging_face.use_cache = False
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hugging_face)
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # configurations are checked by libraries with exceptions of their own
         raise ValueError(f"model={config.model or 'llama'} cannot be built: {error}") from error
     if tokenizer_size > hugging_face.vocab_size:
         raise ValueError(

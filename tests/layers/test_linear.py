@@ -155,6 +155,9 @@ def _from_linear_details():
     assert (layer.weight.dtype, layer.training) == (torch.bfloat16, False)
     assert not layer.weight.requires_grad
     assert layer.bias.requires_grad
+    layer.register_forward_pre_hook(lambda module, args: seen.append("new layer only"))
+    linear(torch.zeros(2, 1, IN, dtype=torch.bfloat16))
+    assert seen[1:] == [(2, 1, OUT)]
     with torch.no_grad():
         layer.weight.to_local().zero_()
     assert torch.equal(linear.weight, before)

@@ -43,6 +43,26 @@ def test_cross_entropy_equals_the_whole_vocabulary(tensor):
     run(tensor, _compare)
 
 
+def _masked_classes():
+    """Logits of -inf exclude a class; targets out of range are an error."""
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    whole = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole[:, 2] = whole[:, 7] = -torch.inf
+    target = torch.tensor([0, 3, 4, 6])
+    local = whole.chunk(2, -1)[mesh.tensor_rank].clone().requires_grad_()
+    actual = fsdp_tp.vocab_parallel_cross_entropy(local, target, mesh=mesh)
+    actual.backward()
+    torch.testing.assert_close(actual, F.cross_entropy(whole, target), rtol=1e-12, atol=0)
+    assert torch.isfinite(local.grad).all()
+    for wrong in (8, -1):
+        with pytest.raises(RuntimeError, match=r"a target is neither ignore_index nor in \[0, 8\)"):
+            fsdp_tp.vocab_parallel_cross_entropy(local, torch.tensor([0, 1, 2, wrong]), mesh=mesh)
+
+
+def test_masked_classes_and_targets_out_of_range():
+    run(2, _masked_classes)
+
+
 def _refusals():
     mesh = fsdp_tp.init_mesh()
     logits, target = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long)

@@ -56,7 +56,8 @@ def test_a_written_config_reads_back_and_flags_override_it(tmp_path):
     config = parse(["--data", "x.txt", "--model", "dir", "--steps", "7", "--comm", "torch"])
     write(config, tmp_path / "config.json")
     assert read(tmp_path / "config.json") == config
-    again = parse(["--config", str(tmp_path / "config.json"), "--steps", "9"])
+    again = parse([f"--config={tmp_path / 'config.json'}", "--steps", "9"])
+    assert again == parse(["--config", str(tmp_path / "config.json"), "--steps", "9"])
     assert again.optimizer.steps == 9
     assert again.data == config.data
 
@@ -73,6 +74,7 @@ def test_a_written_config_reads_back_and_flags_override_it(tmp_path):
         ('{"optimizer": {"betas": [0.9]}}', r"betas=\[0.9\] must be of type"),
         ('{"precision": "fp8"}', "precision='fp8' must be one of 'fp32', 'bf16'"),
         ('{"parallel": {"tensor_parallel_degree": 0}}', "tensor_parallel_degree=0 must be an integer of at least 1"),
+        ('{"parallel": {"context_parallel_degree": 2}}', "context_parallel_degree=2: the trainer can only do 1"),
         ("\xff\xfe", "cannot be read"),
     ],
 )

@@ -167,5 +167,5 @@ def test_position_is_restored_on_another_layout():
         next(iterator)
     expected = next(iterator)
     second = StepSampler(100, 8, data_rank=1, data_size=2, seed=0)
-    second.load_state_dict({"step": 5})
+    second.load_state_dict({"position": 5 * 8})
     assert next(iter(second)) == expected[4:]

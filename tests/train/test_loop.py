@@ -104,6 +104,15 @@ def test_a_resumed_run_continues_the_curve(tmp_path, text, layouts):
     assert resumed == (whole[3:] if first == second else pytest.approx(whole[3:], rel=1e-5))
 
 
+def test_a_resume_with_another_batch_size_reads_on_where_the_data_was_left(tmp_path, text):
+    """Sequences 0 to 23, then from 24 on; the loss of step 4 is that of the next sequences."""
+    arguments = ["--data", text, "--output", tmp_path / "run"]
+    _losses(1, *arguments, "--stop-after", 3)
+    _losses(1, *arguments, "--stop-after", 4, "--global-batch-size", 16)
+    saved = json.loads((tmp_path / "run" / "step-4" / "extra.json").read_text())
+    assert saved["data"]["_index_sampler_state"]["position"] == 3 * 8 + 16
+
+
 def _stop_at_three(arguments):
     """One rank of the job gets SIGTERM during step 3."""
     steps = 0
@@ -146,6 +155,7 @@ def test_bad_input_is_the_same_sentence_on_every_rank(tmp_path, text):
     (tmp_path / "untyped.json").write_text("{}")
     (tmp_path / "unknown.json").write_text('{"model_type": "perceptron"}')
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}')
+    (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": "big"}')
     output = ["--output", tmp_path / "run"]
     good = ["--data", text, *output]
     for arguments, sentence in (
@@ -157,6 +167,7 @@ def test_bad_input_is_the_same_sentence_on_every_rank(tmp_path, text):
         ([*good, "--model", tmp_path / "broken.json"], "broken.json is not a readable config.json"),
         ([*good, "--model", tmp_path / "untyped.json"], "untyped.json has no model_type"),
         ([*good, "--model", tmp_path / "unknown.json"], "model=.*unknown.json cannot be built"),
+        ([*good, "--model", tmp_path / "odd.json"], "model=.*odd.json cannot be built"),
         ([*good, "--num-heads", 3], "num_heads=3 must divide hidden_size=32"),
         ([*good, "--tensor-parallel-degree", 3], "tensor_parallel_degree=3 does not divide the world of 2 ranks"),
         ([*good, "--global-batch-size", 7], "global_batch_size=7 must be a multiple of the 2 data ranks"),
@@ -186,6 +197,15 @@ def test_learning_rate_warms_up_and_ends():
     assert rates[6] == pytest.approx((1e-3 + 1e-4) / 2)
     assert rates[-1] == pytest.approx(1e-4)
     assert all(a > b for a, b in itertools.pairwise(rates[3:]))
+
+
+def test_the_slurm_example_divides():
+    script = (Path(__file__).parents[2] / "examples" / "slurm.sh").read_text()
+    options = script[script.index("--tensor-parallel-degree") : script.index("--output")].replace("\\", " ").split()
+    config = parse(options)
+    shape = config.parallel.shape(4 * 8)
+    assert (shape.tensor * shape.shard, shape.replicate) == (8, 4), "groups stay inside a node"
+    config.micro_batches(shape.replicate * shape.shard)
 
 
 def test_covered_is_the_length_of_a_union():
