@@ -271,8 +271,8 @@ def _warn_about_dropout(model: nn.Module) -> None:
         active.append("config.attention_dropout")
     if active:
         warnings.warn(
-            f"dropout ({', '.join(active[:3])}): each rank draws its own masks, so on split activations they differ from "
-            "those of one process; on whole activations the ranks of a tensor axis must draw the same, so seed them alike",
+            f"dropout ({', '.join(active[:3])}): each rank draws its own masks, so on split activations they differ "
+            "from those of one process; on whole activations they must agree, so seed the ranks of a tensor axis alike",
             stacklevel=3,
         )
 

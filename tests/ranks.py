@@ -9,7 +9,6 @@ traceback; one that hangs is killed, and the next call starts a new pool.
 from __future__ import annotations
 
 import datetime
-import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -23,12 +22,13 @@ import torch.distributed as dist
 WORKERS = 8
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 CALL_TIMEOUT_SECONDS = 300
+# DTensor's caches keep the meshes of past worlds, and every gloo group has threads that poll: a
+# thousand of them after a hundred worlds. New workers are forked in a moment.
+WORLDS_PER_WORKER = 20
 
 
 def _worker(rank: int, connection: Any) -> None:
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # the imported modules stay: the collection after every job need not walk them
     while True:
         try:
             job = connection.recv()
@@ -51,8 +51,6 @@ def _worker(rank: int, connection: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Models hold groups in reference cycles, and every gloo group has threads that poll.
-            gc.collect()
         connection.send(result)
 
 
@@ -61,6 +59,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Any]] = []
+        self._worlds = 0
 
     def _start(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -74,8 +73,11 @@ class Ranks:
             self._workers.append((process, ours))
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if self._worlds == WORLDS_PER_WORKER:
+            self.stop()
         if not self._workers:
             self._start()
+        self._worlds += 1
         with tempfile.TemporaryDirectory() as directory:
             workers = self._workers[:world_size]
             for _, connection in workers:
@@ -104,7 +106,7 @@ class Ranks:
             connection.close()
             process.kill()
             process.join()
-        self._workers = []
+        self._workers, self._worlds = [], 0
 
 
 class RankError(AssertionError):
