@@ -201,7 +201,7 @@ def test_learning_rate_warms_up_and_ends():
 
 def test_the_slurm_example_divides():
     script = (Path(__file__).parents[2] / "examples" / "slurm.sh").read_text()
-    options = script[script.index("--tensor-parallel-degree") : script.index("--output")].replace("\\", " ").split()
+    options = script[script.index("--tensor-parallel-degree") : script.rindex("--output")].replace("\\", " ").split()
     config = parse(options)
     shape = config.parallel.shape(4 * 8)
     assert (shape.tensor * shape.shard, shape.replicate) == (8, 4), "groups stay inside a node"
