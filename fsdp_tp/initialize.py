@@ -51,9 +51,10 @@ def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
     """Draws new initial weights for the whole of ``model``, in place, and returns it.
 
     Call it on one process, on a tensor-parallel or on a fully sharded model: the same seed
-    gives the same global weights, bit for bit, on one kind of device. Each module is
-    initialised by its Hugging Face model's ``_init_weights``, or else by its own
-    ``reset_parameters`` or ``init_weights``, on whole plain tensors. Needs no communication.
+    gives the same global weights, bit for bit, on one kind of device. The parameters that a
+    module itself owns are initialised by its Hugging Face model's ``_init_weights``, or else by
+    its own ``reset_parameters`` or ``init_weights``, on whole plain tensors; tied ones by the
+    first module that has them. Needs no communication.
 
     Args:
         model: with real (not meta) parameters; see :func:`materialize`.
@@ -86,15 +87,17 @@ def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
 def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter], initializer: Any, seed: int) -> None:
     device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
     tables = dict(module._parameters)
-    whole = {
+    whole = {  # also of what is tied to an earlier module's and stays: the initialiser must not write to that
         name: nn.Parameter(_mark_unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
-        for name, parameter in own.items()
+        for name, parameter in tables.items()
+        if parameter is not None
     }
     devices = [device] if device.type != "cpu" else []
     try:
         module._parameters.update(whole)
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(_seed_of(path, seed))
+            # On a CPU only its generator: torch.manual_seed would reach devices that are not forked.
+            (torch.manual_seed if devices else torch.default_generator.manual_seed)(_seed_of(path, seed))
             initializer()
     finally:
         module._parameters.update(tables)

@@ -146,6 +146,22 @@ def test_materialize_keeps_ties_frozen_and_what_is_real():
     assert model["real"].weight is before
 
 
+class _TiedWithBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_weight_is_drawn_once_by_its_first_owner():
+    tied, alone = _TiedWithBias(), nn.ModuleDict({"embed": nn.Embedding(8, 4)})
+    fsdp_tp.initialize(tied)
+    fsdp_tp.initialize(alone)
+    assert tied.head.weight is tied.embed.weight
+    assert torch.equal(tied.embed.weight, alone["embed"].weight)
+    assert tied.head.bias.abs().max() <= 0.5
+
+
 def _parts():
     """own_part against torch's own distribution of a tensor, for even, uneven and empty shards."""
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
