@@ -24,7 +24,7 @@ setup: .venv/.stamp $(LIBRARY)
 	@$(PIP) setuptools wheel cmake ninja
 	@echo "setup: torch"
 	@$(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@echo "setup: fsdp_tp, its dependencies and its kernels"
+	@echo "setup: fsdp_tp, its dependencies and its kernels (a minute)"
 	@$(PIP) --no-build-isolation -e ".[hf,data,dev]"
 	@touch $@
 

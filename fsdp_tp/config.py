@@ -77,7 +77,11 @@ class ParallelConfig:
         data = per_pipeline // self.pipeline_parallel_degree
         degree = self.hybrid_shard_degree or data
         _check_divides(
-            "hybrid_shard_degree", degree, data, f"world / (pipeline * tensor) = {data} ranks", zero_is_legal=True
+            "hybrid_shard_degree",
+            degree,
+            data,
+            f"the world of {data} ranks" if data == world_size else f"world / (pipeline * tensor) = {data} ranks",
+            zero_is_legal=True,
         )
         _check_divides(
             "context_parallel_degree",

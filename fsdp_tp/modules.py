@@ -42,6 +42,6 @@ def require_no_optimizer(model: nn.Module, step: str) -> None:
         for group in getattr(candidate, "param_groups", []):
             if any(id(parameter) in parameters for parameter in group["params"]):
                 raise ValueError(
-                    f"a {type(candidate).__name__} optimizer was built before {step}, which replaces the parameters: "
-                    "it would train nothing. Build the optimizer afterwards"
+                    f"the optimizer ({type(candidate).__name__}) was built before {step}, which replaces the "
+                    "parameters: it would train nothing. Build the optimizer afterwards"
                 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp import regions
@@ -16,7 +18,7 @@ from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.front import transform_first_argument, transform_output
 from fsdp_tp.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
-from fsdp_tp.layers.parameter import is_fsdp_sharded, place_parameter
+from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
@@ -56,8 +58,11 @@ def parallelize(
         ValueError: the plan or the model's shapes do not fit; an optimizer already holds the
             parameters; a parameter whose treatment the plan leaves open.
     """
-    if any(is_fsdp_sharded(parameter) for parameter in model.parameters()):
-        raise ValueError("the model is already wrapped by fully_shard: parallelize it before")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "the model is already wrapped by fully_shard, which must come after parallelize; wrap() calls it itself: "
+            "then remove the script's own fully_shard calls"
+        )
     require_no_optimizer(model, "parallelize")
     if mesh.tensor_size == 1:
         if not isinstance(plan, str):
@@ -223,10 +228,12 @@ def _check_every_gradient_is_known(model: nn.Module, styles: Mapping[str, str], 
             if style is None and (sequence_parallel or beside_split_layers):
                 unclear.append(parameter)
     if unclear:
+        patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path in unclear)
         raise ValueError(
-            f"the plan does not say what these parameters see: {', '.join(unclear)}. Give each, or its module, a "
-            "style: 'replicate' (activations that every rank has whole), 'sequence' (between blocks, split by sequence "
-            "parallelism) or 'per_head' (between a column and a row layer)"
+            f"the plan leaves open: {', '.join(patterns)}. Say 'column' or 'row' for a linear that is to be split. For "
+            "weights that stay whole say, of the parameter or its module, what they are applied to: 'replicate' "
+            "(activations that every rank has whole), 'sequence' (between blocks, split by sequence parallelism) or "
+            "'per_head' (between a column and a row layer)"
         )
 
 
@@ -248,6 +255,11 @@ def _insert_regions(
         return regions.copy_to_tensor_axis(x, group)
 
     def split(x: Tensor) -> Tensor:
+        if x.shape[SEQUENCE_DIM] % group.size():
+            raise ValueError(
+                f"sequence_parallel=True: the sequence length {x.shape[SEQUENCE_DIM]} is not a multiple of the tensor "
+                f"axis, which has {group.size()} ranks; pad the sequences"
+            )
         return regions.split_to_tensor_axis(x, SEQUENCE_DIM, group)
 
     def gather(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
@@ -72,6 +72,8 @@ def wrap(
     if len(on_meta) > 1:
         missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         raise ValueError(f"some parameters are on the meta device and others not; on meta: {', '.join(missing[:5])}")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("wrap() calls fully_shard itself: remove the script's own fully_shard calls")
     parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     blocks = list(find_blocks(model).values())
     for block in blocks:

@@ -73,6 +73,8 @@ def test_coordinates_enumerate_the_mesh_with_the_tensor_axis_fastest(case):
     [
         (8, {"tensor_parallel_degree": 3},
          "tensor_parallel_degree=3 does not divide the world of 8 ranks; legal values: 1, 2, 4, 8"),
+        (4, {"hybrid_shard_degree": 3},
+         "hybrid_shard_degree=3 does not divide the world of 4 ranks; legal values: 0, 1, 2, 4"),
         (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 3},
          r"hybrid_shard_degree=3 does not divide world / \(pipeline \* tensor\) = 4 ranks; legal values: 0, 1, 2, 4"),
         (8, {"pipeline_parallel_degree": 3},

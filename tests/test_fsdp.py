@@ -106,7 +106,7 @@ def _errors():
         fsdp_tp.fully_shard(split)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="a SGD optimizer was built before fully_shard"):
+    with pytest.raises(ValueError, match="optimizer .SGD. was built before fully_shard"):
         fsdp_tp.fully_shard(model, mesh=mesh)
     del optimizer
     fsdp_tp.fully_shard(model, mesh=mesh)

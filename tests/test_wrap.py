@@ -50,11 +50,15 @@ def test_errors():
         fsdp_tp.wrap(models.hugging_face("llama"), mesh, activation_checkpointing="half")
     model = models.hugging_face("llama")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="a AdamW optimizer was built before wrap"):
+    with pytest.raises(ValueError, match="optimizer .AdamW. was built before wrap"):
         fsdp_tp.wrap(model, mesh)
     del optimizer
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match="some parameters are on the meta device .* on meta: lm_head.weight"):
+        fsdp_tp.wrap(model, mesh)
+    model = models.hugging_face("llama")
+    torch.distributed.fsdp.fully_shard(model)
+    with pytest.raises(ValueError, match=r"wrap\(\) calls fully_shard itself: remove the script's own"):
         fsdp_tp.wrap(model, mesh)
     with pytest.raises(ValueError, match="comm='x' must be one of"):
         fsdp_tp.wrap(models.hugging_face("llama"), mesh, comm="x")

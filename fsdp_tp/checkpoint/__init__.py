@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["latest", "load", "read_extra", "save"]
 
 Result = TypeVar("Result")
 
@@ -89,20 +89,30 @@ def load(
         ValueError: ``path`` is not a complete checkpoint.
     """
     path = Path(path)
-
-    def read_extra() -> dict[str, Any]:
-        if not _is_complete(path):
-            raise ValueError(f"{path} is not a complete checkpoint: it has no {_EXTRA} or no .metadata file")
-        found: dict[str, Any] = json.loads((path / _EXTRA).read_text())
-        return found
-
-    extra = _on_rank_0(read_extra)
+    extra = read_extra(path)
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_BY_NAME)
     return extra
+
+
+def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was given to :func:`save` as ``extra``, without loading tensors; every rank must call it.
+
+    Raises:
+        ValueError: ``path`` is not a complete checkpoint.
+    """
+    path = Path(path)
+
+    def read() -> dict[str, Any]:
+        if not _is_complete(path):
+            raise ValueError(f"{path} is not a complete checkpoint: it has no {_EXTRA} or no .metadata file")
+        found: dict[str, Any] = json.loads((path / _EXTRA).read_text())
+        return found
+
+    return _on_rank_0(read)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:

@@ -79,10 +79,10 @@ class OptimizerConfig:
 class TrainConfig:
     """Trains a decoder language model under any layout of ranks."""
 
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sequence_parallel: bool = False
     """Split activations between blocks along the sequence, over the tensor axis."""
     loss_parallel: bool = False
@@ -92,7 +92,7 @@ class TrainConfig:
     compile: bool = False
     """torch.compile each block."""
     comm: Literal["auto", "torch"] = "auto"
-    """How FSDP communicates."""
+    """How FSDP communicates: torch's own collectives, or the fastest that applies (today the same)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the computation; master weights, gradient sums and the optimizer stay fp32."""
     output: Path = Path("runs/default")
@@ -177,9 +177,28 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     )
 
 
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """``config`` as plain JSON values."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return values
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two results of :func:`to_json` in the job itself, not in its layout or output."""
+    differing = {}
+    for group in ("model", "data", "optimizer"):
+        for name, value in after[group].items():
+            if before[group].get(name) != value:
+                differing[f"{group}.{name}"] = (before[group].get(name), value)
+    for name in ("precision", "seed"):
+        if before[name] != after[name]:
+            differing[name] = (before[name], after[name])
+    return differing
+
+
 def write(config: TrainConfig, path: Path) -> None:
     """Writes ``config`` as JSON, for :func:`read`."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+    path.write_text(json.dumps(to_json(config), indent=2) + "\n")
 
 
 def read(path: Path) -> TrainConfig:

@@ -96,10 +96,21 @@ def prepare(config: TrainConfig) -> Job:
     )
     first_step = 0
     if start is not None:
+        differing = configuration.changes(_saved_config(start), configuration.to_json(config))
+        other_model = [name for name in differing if name.startswith("model.") and name != "model.model"]
+        if other_model:
+            name, (before, now) = other_model[0], differing[other_model[0]]
+            raise ValueError(
+                f"output={config.output} holds a run with {name}={before}, not {now}; choose another output"
+            )
         extra = checkpoint.load(start, model=model, optimizer=optimizer)
         first_step = extra["step"]
         loader.load_state_dict(extra["data"])
         description += f"\nresumed from {start} after step {first_step}"
+        for name, (before, now) in differing.items():
+            description += f"\nchanged since: {name} {before} -> {now}"
+        if first_step >= config.optimizer.steps:
+            description += f"\nalready at step {first_step} of {config.optimizer.steps}: nothing to do"
     return Job(mesh, model, optimizer, loader, micro_batch, first_step, description)
 
 
@@ -143,7 +154,11 @@ def run(config: TrainConfig, job: Job) -> None:
             last = step in (config.optimizer.steps, config.stop_after) or bool(stopping)
             if last or (config.save_every and step % config.save_every == 0):
                 path = config.output / f"step-{step}"
-                extra = {"step": step, "data": job.loader.state_dict()}
+                extra = {
+                    "step": step,
+                    "data": job.loader.state_dict(),
+                    "config": configuration.to_json(config),
+                }
                 checkpoint.save(path, model=job.model, optimizer=job.optimizer, extra=extra)
                 reporter.say(f"saved {path}")
             if stopping:
@@ -233,6 +248,11 @@ def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
             "or remove it"
         )
     return found
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    saved: dict[str, Any] = checkpoint.read_extra(path)["config"]
+    return saved
 
 
 def _tokens(config: TrainConfig, tokenizer: Tokenizer) -> Path:

@@ -39,10 +39,9 @@ class StepMetrics:
     """Share of the step's time in which rank 0 had a collective running; only on profiled steps."""
 
     def line(self) -> str:
-        share = "" if self.communication_share is None else f"  communication {self.communication_share:.0%}"
         return (
             f"step {self.step}  loss {self.loss:.4f}  gradient norm {self.gradient_norm:.3f}  "
-            f"{self.tokens_per_second:,.0f} tokens/s  peak {self.peak_memory_bytes / 2**20:,.0f} MiB{share}"
+            f"{self.tokens_per_second:,.0f} tokens/s  peak {self.peak_memory_bytes / 2**20:,.0f} MiB"
         )
 
 
@@ -59,7 +58,7 @@ class Reporter:
         self._tensorboard = _tensorboard_writer(output)
         self._console = Console()
         self._progress: Progress | None = None
-        self._share: float | None = None
+        self._share = ""
 
     def say(self, message: str) -> None:
         if self._active:
@@ -83,13 +82,11 @@ class Reporter:
                 if name != "step" and value is not None:
                     self._tensorboard.add_scalar(name, value, metrics.step)
         if metrics.communication_share is not None:
-            self._share = metrics.communication_share
+            self._share = f"  communication {metrics.communication_share:.0%} of step {metrics.step}"
         if self._progress is not None:
-            shown = StepMetrics(**{**asdict(metrics), "communication_share": self._share})
-            self._progress.update(self._task, completed=metrics.step, description=shown.line())
+            self._progress.update(self._task, completed=metrics.step, description=metrics.line() + self._share)
         elif metrics.step == 1 or metrics.step % self._log_every == 0 or metrics.step == self._total_steps:
-            shown = StepMetrics(**{**asdict(metrics), "communication_share": self._share})
-            print(shown.line(), flush=True)
+            print(metrics.line() + self._share, flush=True)
 
     def close(self) -> None:
         if not self._active:

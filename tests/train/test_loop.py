@@ -142,6 +142,10 @@ def test_sigterm_on_one_rank_stops_all_with_a_checkpoint(tmp_path, text):
     assert _losses(2, *arguments) == whole, "three lines before and three after"
 
 
+def _describe(arguments):
+    return loop.prepare(parse([*TINY, *map(str, arguments)])).description
+
+
 def _expect_value_error(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         loop.train(parse([*TINY, *map(str, arguments)]))
@@ -180,6 +184,11 @@ def test_a_run_with_checkpoints_is_not_started_over(tmp_path, text):
     arguments = ["--data", text, "--output", tmp_path / "run"]
     _losses(1, *arguments)
     run(1, _expect_value_error, [*arguments, "--no-resume"], "holds the checkpoint step-6 and resume is off")
+    run(1, _expect_value_error, [*arguments, "--hidden-size", 64], "holds a run with model.hidden_size=32, not 64; ch")
+    (again,) = run(1, _describe, arguments)
+    assert "already at step 6 of 6: nothing to do" in again
+    (longer,) = run(1, _describe, [*arguments, "--steps", 9])
+    assert longer.endswith("changed since: optimizer.steps 6 -> 9")
 
 
 def test_the_default_model_has_five_to_ten_million_parameters():
