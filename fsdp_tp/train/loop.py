@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -128,7 +129,7 @@ def run(config: TrainConfig, job: Job) -> None:
     job.model.train()
     batches = iter(job.loader)
     reporter.start(job.first_step)
-    with StopRequest() as stop:
+    with closing(reporter), StopRequest() as stop:
         for step in range(job.first_step + 1, config.optimizer.steps + 1):
             began = time.perf_counter()
             every = config.measure_communication_every
@@ -165,7 +166,6 @@ def run(config: TrainConfig, job: Job) -> None:
                 reporter.say(f"stopped by SIGTERM after step {step}; run the same command again to continue")
             if last:
                 break
-    reporter.close()
 
 
 def train_step(
