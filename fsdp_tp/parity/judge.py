@@ -1,0 +1,304 @@
+"""From the traces of two runs to a verdict, and to the first place where they part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_tp.parity import trace
+from fsdp_tp.parity.trace import Step, Trace, key, split_key
+
+Verdict = Literal["equal", "within_noise", "different"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Relative gaps up to which two runs count as equal."""
+
+    curve: float
+    """Of the loss and the gradient norm, at any step."""
+    tensors: float
+    """Of the initial weights and of every activation and gradient of the first step. Then the optimizer
+    amplifies rounding, and a tensor may differ as much as the measured noise does."""
+
+    def of(self, stage: str) -> float:
+        if stage == trace.BATCH:
+            return 0.0
+        return self.curve if stage in (trace.LOSS, trace.NORM) else self.tensors
+
+    def judges_by_noise(self, stage: str, step: int) -> bool:
+        """Whether noise beyond the bound still counts as equal."""
+        return self.tensors > 0 and step > 1 and stage not in (trace.LOSS, trace.NORM)
+
+
+# fp64 rounds at 1e-16 and fp32 at 6e-8; a gradient is a chain of some dozens of sums, whose order
+# depends on the layout, and the optimizer's steps amplify the rounding of small gradients. A missing or
+# doubled sum is wrong by O(1). In bf16 nothing is assumed.
+BOUNDS = {
+    1: Bounds(curve=1e-10, tensors=1e-10),
+    2: Bounds(curve=1e-5, tensors=1e-6),
+    3: Bounds(curve=0.0, tensors=0.0),
+    4: Bounds(curve=0.0, tensors=0.0),
+}
+
+NOISE_FACTOR = 4.0
+"""How far beyond the largest of the measured perturbations an equal run may be; docs/lab_book.md has
+the measurement."""
+
+# Of the bound that Megatron-LM holds gradients of layer l of L to: k * C^(L + 1 - l) * eps.
+MEGATRON_K, MEGATRON_C = 4.0, 1.03
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The first event beyond its bound."""
+
+    step: int
+    stage: str
+    module: str
+    gap: float
+    bound: float
+    sentence: str
+
+
+@dataclass
+class ModuleRow:
+    """Largest gaps of one module over all steps."""
+
+    module: str
+    output_gap: float = 0.0
+    output_noise: float = 0.0
+    gradient_gap: float = 0.0
+    gradient_noise: float = 0.0
+    megatron_bound: float = math.nan
+    bad_step: int | None = None
+
+
+@dataclass
+class Comparison:
+    """A run beside the reference."""
+
+    verdict: Verdict
+    loss_gaps: list[float]
+    norm_gaps: list[float]
+    max_relative_loss_gap: float
+    max_relative_gradient_gap: float
+    noise: float
+    """Largest relative gap of the loss that a perturbation by one machine epsilon makes."""
+    first_bad: Blame | None
+    modules: list[ModuleRow] = field(default_factory=list)
+    worst: float = 0.0
+    """Largest ratio of a gap to its bound."""
+
+
+class Noise:
+    """What rounding does to each event, measured on runs of the reference that differ by rounding."""
+
+    def __init__(self, reference: Trace, runs: Sequence[Trace]) -> None:
+        self._gaps: dict[tuple[int, str], float] = {}
+        self._numbers: dict[str, float] = {}
+        """Largest of any step, for the loss and the norm: single numbers often agree by chance."""
+        so_far: dict[str, float] = {}
+        for index, step in enumerate(reference.steps):
+            for event in step.events:
+                largest = so_far.get(event, 0.0)
+                for run in runs:
+                    if index < len(run.steps) and event in run.steps[index].events:
+                        largest = max(largest, gap(run.steps[index].events[event], step.events[event]))
+                so_far[event] = self._gaps[step.step, event] = largest
+        self._numbers = {event: so_far[event] for event in (key(trace.LOSS), key(trace.NORM)) if event in so_far}
+
+    def of(self, step: int, event: str) -> float:
+        if event in self._numbers:
+            return self._numbers[event]
+        return self._gaps.get((step, event), 0.0)
+
+
+def gap(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+    """The relative distance of the farthest replica in ``actual`` from ``expected``."""
+    norm = math.sqrt(expected[0, -1])
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = float(np.sqrt(((actual[:, :-1] - expected[0, :-1]) ** 2).sum(1)).max())
+    if math.isnan(distance) or math.isnan(norm):
+        return math.inf
+    if distance == 0.0:
+        return 0.0
+    return distance / norm if norm > 0 else math.inf
+
+
+def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: float) -> Comparison:
+    """Judges ``actual``, step by step and in each step in the order of cause and effect."""
+    verdict: Verdict = "equal"
+    blame: Blame | None = None
+    worst = 0.0
+    rows = {path: ModuleRow(path) for path in _module_order(reference)}
+    largest_gradient = 0.0
+    for expected, found in zip(reference.steps, actual.steps, strict=False):
+        for event in in_causal_order(expected):
+            if event not in found.events:
+                continue
+            stage, path = split_key(event)
+            distance = gap(found.events[event], expected.events[event])
+            floor, rounding = bounds.of(stage), noise.of(expected.step, event)
+            bound = max(floor, NOISE_FACTOR * rounding)
+            if distance > floor and not bounds.judges_by_noise(stage, expected.step):
+                verdict = "within_noise" if verdict == "equal" else verdict
+            if bound > 0 and stage != trace.BATCH:
+                worst = max(worst, distance / bound)
+            bad = distance > bound
+            if bad and blame is None:
+                verdict, blame = "different", _blame(reference, expected.step, event, distance, bound)
+            if stage == trace.GRADIENT:
+                largest_gradient = max(largest_gradient, distance)
+            _note(rows, stage, path, distance, rounding, expected.step if bad else None)
+        if blame is None and (extra := _extra_parameters(expected, found)):
+            verdict, blame = "different", _unknown_parameter(expected.step, extra)
+    _add_megatron(rows, reference, eps)
+    losses = _gaps_of(reference, actual, key(trace.LOSS))
+    return Comparison(
+        verdict=verdict,
+        loss_gaps=losses,
+        norm_gaps=_gaps_of(reference, actual, key(trace.NORM)),
+        max_relative_loss_gap=max(losses, default=math.nan),
+        max_relative_gradient_gap=largest_gradient,
+        noise=max((noise.of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
+        first_bad=blame,
+        modules=list(rows.values()),
+        worst=worst,
+    )
+
+
+def in_causal_order(step: Step) -> Iterator[str]:
+    """A step's events as one leads to another: batch, forward, loss, backward with the gradients of the
+    parameters that each module gets then, gradient norm, weights."""
+    by_stage: dict[str, list[str]] = {}
+    for event in step.events:
+        by_stage.setdefault(split_key(event)[0], []).append(event)
+    yield from by_stage.get(trace.BATCH, [])
+    yield from (event for event in step.events if split_key(event)[0] in (trace.INPUT, trace.OUTPUT))
+    yield from by_stage.get(trace.LOSS, [])
+    gradients = by_stage.get(trace.GRADIENT, [])
+    owners: dict[str, list[str]] = {}
+    for event in gradients:
+        owners.setdefault(owner_of(split_key(event)[1]), []).append(event)
+    for event in by_stage.get(trace.OUTPUT_GRADIENT, []):
+        yield event
+        yield from owners.pop(split_key(event)[1].split("#")[0], [])
+    for rest in owners.values():
+        yield from rest
+    yield from by_stage.get(trace.NORM, [])
+    yield from by_stage.get(trace.WEIGHT, [])
+
+
+def owner_of(parameter: str) -> str:
+    """The path of the module that has it."""
+    return parameter.rpartition(".")[0]
+
+
+def _blame(reference: Trace, step: int, event: str, distance: float, bound: float) -> Blame:
+    stage, path = split_key(event)
+    module = path.split("#")[0]
+    numbers = f"relative gap {distance:.1e}, bound {bound:.1e}"
+    if stage == trace.BATCH:
+        sentence = "the batches differ, so the runs cannot be compared"
+        module = "batch"
+    elif stage == trace.INPUT:
+        module = module.rpartition(".")[0]
+        sentence = f"what {_name(module)} computes for {path} differs, while everything before it agrees ({numbers})"
+    elif stage == trace.OUTPUT:
+        sentence = f"the output of {_name(module)} differs, while everything before it agrees ({numbers})"
+    elif stage == trace.LOSS:
+        module = "loss"
+        sentence = f"the loss differs, while all outputs of modules agree ({numbers})"
+    elif stage == trace.OUTPUT_GRADIENT:
+        module = _consumer(reference, path)
+        sentence = f"the gradient that {_name(module)} gives to the output of {_name(path)} differs, while the forward "
+        sentence += f"and everything later in the model agree ({numbers})"
+    elif stage == trace.GRADIENT:
+        module = owner_of(path)
+        sentence = f"the gradient of {path} differs, while that of its module's output agrees ({numbers})"
+    elif stage == trace.NORM:
+        module = "gradient norm"
+        sentence = f"the gradient norm differs, while all gradients agree ({numbers})"
+    elif step == 0:
+        module = owner_of(path)
+        sentence = f"the initial value of {path} differs ({numbers})"
+    else:
+        module = owner_of(path)
+        sentence = f"{path} differs after the optimizer step, while all gradients agree ({numbers})"
+    return Blame(step, stage, module, distance, bound, f"step {step}: {sentence}")
+
+
+def _consumer(reference: Trace, path: str) -> str:
+    """Who reads the output of a module: the outermost module that takes it unchanged, or else the one around it."""
+    output = key(trace.OUTPUT, path)
+    readers = [split_key(event)[1].split("#")[0] for event, source in reference.sources.items() if source == output]
+    return min(readers, key=lambda reader: reader.count(".")) if readers else path.split("#")[0].rpartition(".")[0]
+
+
+def _name(module: str) -> str:
+    return module or "the model itself"
+
+
+def _extra_parameters(expected: Step, found: Step) -> list[str]:
+    def weights(step: Step) -> set[str]:
+        return {event for event in step.events if split_key(event)[0] == trace.WEIGHT}
+
+    return sorted(weights(expected) ^ weights(found)) if weights(expected) and weights(found) else []
+
+
+def _unknown_parameter(step: int, extra: Sequence[str]) -> Blame:
+    names = ", ".join(split_key(event)[1] for event in extra[:3])
+    sentence = f"step {step}: only one of the two runs has the parameter {names} (a tied weight that was untied?)"
+    return Blame(step, trace.WEIGHT, owner_of(split_key(extra[0])[1]), math.inf, 0.0, sentence)
+
+
+def _note(
+    rows: Mapping[str, ModuleRow], stage: str, path: str, distance: float, rounding: float, bad_step: int | None
+) -> None:
+    module = owner_of(path) if stage in (trace.GRADIENT, trace.WEIGHT) else path.split("#")[0]
+    row = rows.get(module)
+    if row is None or stage in (trace.BATCH, trace.LOSS, trace.NORM, trace.INPUT):
+        return
+    if stage == trace.OUTPUT:
+        row.output_gap, row.output_noise = max(row.output_gap, distance), max(row.output_noise, rounding)
+    elif stage == trace.GRADIENT:
+        row.gradient_gap, row.gradient_noise = max(row.gradient_gap, distance), max(row.gradient_noise, rounding)
+    if bad_step is not None and row.bad_step is None:
+        row.bad_step = bad_step
+
+
+def _module_order(reference: Trace) -> list[str]:
+    """Modules in the order in which they finish in the first step."""
+    order: dict[str, None] = {}
+    for step in reference.trained[:1]:
+        for event in step.events:
+            stage, path = split_key(event)
+            if stage == trace.OUTPUT:
+                order.setdefault(path.split("#")[0])
+        for event in step.events:
+            stage, path = split_key(event)
+            if stage == trace.GRADIENT:
+                order.setdefault(owner_of(path))
+    return list(order)
+
+
+def _add_megatron(rows: Mapping[str, ModuleRow], reference: Trace, eps: float) -> None:
+    depth = len(reference.blocks)
+    passed = 0
+    for path, row in rows.items():
+        inside = [number for number, block in enumerate(reference.blocks, 1) if f"{path}.".startswith(f"{block}.")]
+        passed = max([passed, *inside])
+        # Layers count from 1; what comes before the first is 0, what comes after the last L + 1.
+        layer = inside[0] if inside else (depth + 1 if passed == depth and depth else 0)
+        row.megatron_bound = MEGATRON_K * MEGATRON_C ** (depth + 1 - layer) * eps
+
+
+def _gaps_of(reference: Trace, actual: Trace, event: str) -> list[float]:
+    pairs = zip(reference.trained, actual.trained, strict=False)
+    return [gap(b.events[event], a.events[event]) for a, b in pairs if event in a.events and event in b.events]

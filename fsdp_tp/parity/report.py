@@ -1,0 +1,151 @@
+"""What a comparison found: for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fsdp_tp.parity.judge import Comparison, Verdict
+
+LEVELS = {
+    0: "types, without running",
+    1: "fp64: the same mathematics",
+    2: "fp32",
+    3: "bf16 mixed precision",
+    4: "the same layout twice, bit for bit",
+}
+
+
+@dataclass
+class Result:
+    """One layout at one level."""
+
+    layout: str
+    level: int
+    verdict: Verdict | None = None
+    """None if the run did not finish; ``error`` then says why."""
+    first_bad_step: int | None = None
+    first_bad_module: str | None = None
+    sentence: str = ""
+    """Why the verdict is what it is, if it is not ``equal``."""
+    comparison: Comparison | None = None
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass
+class LevelReport:
+    """All layouts at one level, beside their reference."""
+
+    level: int
+    reference: str
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+    """Relative gap of the loss, by step, that a perturbation of one machine epsilon makes."""
+    control: list[float] | None = None
+    """The same for a run that sums one layer's features in another order."""
+    notes: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """Everything that was compared."""
+
+    levels: list[LevelReport] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for level in self.levels for result in level.results]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the layouts that finished."""
+        found = {result.verdict for result in self.results}
+        if "different" in found:
+            return "different"
+        return "within_noise" if "within_noise" in found else "equal"
+
+    @property
+    def errors(self) -> list[str]:
+        """Of layouts that did not finish."""
+        return [f"{result.layout}: {result.error}" for result in self.results if result.error]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 if any layout differs, or 3 if none does but one did not finish."""
+        if self.verdict == "different":
+            return 1
+        return 3 if self.errors else 0
+
+    def sentence(self) -> str:
+        """What differs, or that nothing does."""
+        bad = [result for result in self.results if result.verdict == "different"]
+        lines = [f"{each.layout} (level {each.level}) differs at {each.sentence}" for each in bad]
+        lines += [f"did not finish: {error}" for error in self.errors]
+        finished = sum(result.verdict is not None for result in self.results)
+        return "\n".join(lines) or f"{finished} layouts: {self.verdict.replace('_', ' ')}"
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """As plain JSON values; a number that is not finite is null."""
+    return {
+        "verdict": report.verdict,
+        "layouts": [
+            {
+                "layout": result.layout,
+                "level": result.level,
+                "verdict": result.verdict,
+                "max_relative_loss_gap": _finite(result.comparison and result.comparison.max_relative_loss_gap),
+                "max_relative_gradient_gap": _finite(result.comparison and result.comparison.max_relative_gradient_gap),
+                "noise": _finite(result.comparison and result.comparison.noise),
+                "first_bad_step": result.first_bad_step,
+                "first_bad_module": result.first_bad_module,
+                "sentence": result.sentence,
+                "error": result.error,
+            }
+            for result in report.results
+        ],
+    }
+
+
+def write_json(report: Report, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_json(report), indent=2) + "\n")
+
+
+def table(report: Report) -> Table:
+    """One row for each layout and level."""
+    made = Table("level", "layout", "verdict", "loss gap", "noise", "gradient gap", "first difference")
+    for result in report.results:
+        found = result.comparison
+        verdict = "did not finish" if result.verdict is None else result.verdict.replace("_", " ")
+        color = {"equal": "green", "within_noise": "green"}.get(result.verdict or "", "red")
+        made.add_row(
+            f"{result.level}  {LEVELS[result.level]}",
+            result.layout,
+            f"[{color}]{verdict}[/]",
+            number(found and found.max_relative_loss_gap),
+            number(found and found.noise),
+            number(found and found.max_relative_gradient_gap),
+            (result.error or "").splitlines()[-1][:200] if result.error else result.sentence,
+        )
+    return made
+
+
+def number(value: float | None) -> str:
+    """A gap for humans."""
+    if value is None or math.isnan(value):
+        return ""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

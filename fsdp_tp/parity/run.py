@@ -1,0 +1,234 @@
+"""Runs a job under a reference layout, measures its noise, and compares other layouts with it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import fsdp_tp
+from fsdp_tp.parity import trace
+from fsdp_tp.parity.job import Facts, Job, Role, draws_random_numbers
+from fsdp_tp.parity.job import run as run_on_rank
+from fsdp_tp.parity.judge import BOUNDS, Bounds, Noise, compare
+from fsdp_tp.parity.layout import Layout
+from fsdp_tp.parity.observe import probe_shapes
+from fsdp_tp.parity.report import LevelReport, Report, Result
+from fsdp_tp.parity.trace import RankStep, Trace, key
+from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
+
+LEVEL_OF = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3}
+DTYPE_OF = {level: dtype for dtype, level in LEVEL_OF.items()}
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a run, its step and the number of steps."""
+
+_PERTURBATIONS = (0, 1)
+_BYTES_PER_RANK = 500 * 2**20  # of an idle process with torch and transformers, with room for a small model
+
+
+def compare_layouts(
+    job: Job,
+    layouts: Sequence[Layout],
+    *,
+    reference: Layout | Path = Layout(),
+    repeat: bool = False,
+    record: Path | None = None,
+    workers: Workers,
+    progress: Progress = lambda name, step, steps: None,
+) -> Report:
+    """The level of ``job.dtype`` for every layout, and with ``repeat`` level 4 too.
+
+    A layout whose run fails has an error in the report; the others are compared all the same.
+
+    Raises:
+        ValueError: a layout does not fit the batches or the machine, the model is not
+            deterministic, or the recorded curve cannot be read.
+        RankError, WorkerDied: the reference itself failed.
+    """
+    level = LEVEL_OF[job.dtype]
+    for layout in (*layouts, *([reference] if isinstance(reference, Layout) else [])):
+        check_fits(job, layout)
+    first = reference if isinstance(reference, Layout) else next(iter(layouts), Layout())
+    _check_deterministic(job, first, workers)
+    runs = _reference_runs(job, reference, layouts, workers, progress)
+    if record is not None:
+        trace.write(record, runs, _description(job))
+    expected, rest = runs["reference"], [run for name, run in runs.items() if name != "reference"]
+    noise = Noise(expected, rest)
+    bounds = BOUNDS[level]
+    made = LevelReport(
+        level=level,
+        reference=expected.layout,
+        losses=[step.loss for step in expected.trained],
+        norms=[step.gradient_norm for step in expected.trained],
+        noise=[noise.of(step.step, key(trace.LOSS)) for step in expected.trained],
+        notes=list(expected.notes),
+    )
+    if "control" in runs:
+        made.control = compare(expected, runs["control"], noise, bounds, _eps(job)).loss_gaps
+    again = LevelReport(level=4, reference="the same layout, run before", losses=made.losses, norms=made.norms)
+    for layout in layouts:
+        result = Result(str(layout), level)
+        made.results.append(result)
+        try:
+            actual = run_layout(job, Role(layout=layout, shapes=expected.shapes), workers, progress)
+        except (RankError, WorkerDied) as error:
+            result.error = str(error).strip()
+            continue
+        _judge(result, expected, actual, noise, bounds, _eps(job))
+        if repeat:
+            again.results.append(_repeated(job, layout, expected, actual, workers, progress))
+    return Report([made, again] if repeat else [made])
+
+
+def run_layout(job: Job, role: Role, workers: Workers, progress: Progress, name: str | None = None) -> Trace:
+    """Runs the job on as many processes as the layout has ranks."""
+    layout = role.layout
+    made = Trace(str(layout))
+    pending: dict[int, list[RankStep]] = {}
+
+    def collect(rank: int, step: RankStep) -> None:
+        parts = pending.setdefault(step.step, [])
+        parts.append(step)
+        if len(parts) == layout.world_size:
+            del pending[step.step]
+            made.steps.append(trace.merge(parts))
+            progress(name or str(layout), step.step, job.steps)
+
+    facts: Facts = workers.run(layout.world_size, run_on_rank, job, role, on_item=collect)[0]
+    made.shapes, made.sources, made.blocks = facts.shapes, facts.sources, facts.blocks
+    for module, operation in facts.unlifted.items():
+        made.notes.append(f"{module or 'the model itself'} rounds to float32 in {operation}, which could not be lifted")
+    if role.reordered and facts.reordered:
+        made.notes.append(f"control: {facts.reordered} sums its features in another order")
+    return made
+
+
+def check_fits(job: Job, layout: Layout) -> None:
+    """Raises ValueError if the batches or this machine do not allow ``layout``."""
+    parts = layout.data_size * layout.micro_batches
+    rows = next(leaf for leaf in tree_leaves(job.batch(1)) if isinstance(leaf, Tensor) and leaf.ndim).shape[0]
+    if rows % parts:
+        raise ValueError(
+            f"layout {layout}: {rows} rows of a global batch do not divide into {layout.data_size} data ranks x "
+            f"{layout.micro_batches} micro-batches; legal products: "
+            f"{', '.join(str(number) for number in range(1, rows + 1) if rows % number == 0)}"
+        )
+    if torch.cuda.is_available():
+        if layout.world_size > torch.cuda.device_count():
+            raise ValueError(
+                f"layout {layout} needs {layout.world_size} GPUs; this machine has {torch.cuda.device_count()}"
+            )
+        return
+    try:
+        memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not every system tells
+        return
+    if layout.world_size * _BYTES_PER_RANK > memory:
+        raise ValueError(
+            f"layout {layout} needs {layout.world_size} processes of about {_BYTES_PER_RANK >> 20} MiB; this machine "
+            f"has {memory >> 20} MiB free, enough for {memory // _BYTES_PER_RANK}"
+        )
+
+
+def _reference_runs(
+    job: Job, reference: Layout | Path, layouts: Iterable[Layout], workers: Workers, progress: Progress
+) -> dict[str, Trace]:
+    """The reference, and what measures its noise."""
+    if isinstance(reference, Path):
+        runs, recorded = trace.read(reference)
+        if recorded:
+            _check_same_job(recorded, _description(job), reference)
+        if len(runs) == 1:
+            runs["reference"].notes.append("the recorded curve has no noise measured: only the bounds hold")
+        return runs
+    one = reference.world_size == 1
+    shapes, notes = (None, []) if one else probe_shapes(job.build_model, job.loss, job.batch(1))
+    role = Role(layout=reference, plain=reference == Layout() and job.dtype != torch.bfloat16, shapes=shapes)
+    runs = {"reference": run_layout(job, role, workers, progress, f"reference ({reference})")}
+    runs["reference"].notes += notes
+    unlifted = tuple(_unlifted(runs["reference"]))
+    for seed in _PERTURBATIONS:
+        disturbed = replace(role, perturbation=seed, disturbed=unlifted)
+        runs[f"perturbed {seed}"] = run_layout(job, disturbed, workers, progress, "noise")
+    control = run_layout(job, replace(role, reordered=True), workers, progress, "control")
+    if control.notes:
+        runs["control"] = control
+    return runs
+
+
+def _unlifted(reference: Trace) -> Iterable[str]:
+    for note in reference.notes:
+        module, rounds, _ = note.partition(" rounds to float32 in ")
+        if rounds:
+            yield "" if module == "the model itself" else module
+
+
+def _judge(result: Result, expected: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: float) -> None:
+    found = compare(expected, actual, noise, bounds, eps)
+    result.comparison, result.verdict = found, found.verdict
+    result.losses = [step.loss for step in actual.trained]
+    result.norms = [step.gradient_norm for step in actual.trained]
+    if found.first_bad is not None:
+        result.first_bad_step, result.first_bad_module = found.first_bad.step, found.first_bad.module
+        result.sentence = found.first_bad.sentence
+    elif found.verdict == "within_noise":
+        result.sentence = "differs by no more than rounding does"
+
+
+def _repeated(job: Job, layout: Layout, expected: Trace, actual: Trace, workers: Workers, progress: Progress) -> Result:
+    """Level 4: the same layout once more."""
+    result = Result(str(layout), 4)
+    try:
+        role = Role(layout=layout, shapes=expected.shapes)
+        second = run_layout(job, role, workers, progress, f"{layout} again")
+    except (RankError, WorkerDied) as error:
+        result.error = str(error).strip()
+        return result
+    _judge(result, actual, second, Noise(actual, []), BOUNDS[4], _eps(job))
+    bits = next((a.step for a, b in zip(actual.steps, second.steps, strict=True) if a.bits != b.bits), None)
+    if bits is not None and result.verdict == "equal":  # too small a difference for the sketches
+        result.verdict, result.first_bad_step = "different", bits
+        result.sentence = f"step {bits}: the bits of the weights differ"
+    return result
+
+
+def _check_deterministic(job: Job, layout: Layout, workers: Workers) -> None:
+    for first, second, dropout in workers.run(layout.world_size, draws_random_numbers, job, layout):
+        if first != second and not (math.isnan(first) and math.isnan(second)):
+            why = f"it has dropout ({', '.join(dropout[:3])})" if dropout else "something in it draws random numbers"
+            raise ValueError(
+                f"the model is not deterministic: the same batch gave the losses {first!r} and {second!r}; {why}. Set "
+                "it to 0 for the comparison, or draw masks that depend on the position alone and not on the layout"
+            )
+
+
+def _description(job: Job) -> dict[str, Any]:
+    return {
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "seed": job.seed,
+        "max_grad_norm": job.max_grad_norm,
+        "steps": job.steps,
+        "fsdp_tp": fsdp_tp.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def _check_same_job(recorded: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
+    for name in ("dtype", "seed", "max_grad_norm"):
+        if recorded.get(name) != ours[name]:
+            raise ValueError(
+                f"recorded curve {path} is of another job: {name}={recorded.get(name)}, here it is {ours[name]}"
+            )
+
+
+def _eps(job: Job) -> float:
+    return torch.finfo(job.dtype).eps

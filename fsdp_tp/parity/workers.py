@@ -1,0 +1,192 @@
+"""Local processes that are handed functions to run as the ranks of one world after another.
+
+Starting processes that import torch costs seconds, so they start once. A function that raises,
+dies or hangs on one rank is an error here, and the next world gets new processes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# DTensor's caches keep the meshes of past worlds, and every gloo group has threads that poll: a
+# thousand of them after a hundred worlds. New workers are forked in a moment.
+_WORLDS_PER_WORKER = 20
+_PRELOAD = ("torch", "torch.distributed.tensor", "fsdp_tp", "fsdp_tp.parity")
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds its traceback."""
+
+
+class WorkerDied(RuntimeError):
+    """A process ended, or did not answer in time, while it was a rank."""
+
+
+class Workers:
+    """Processes on this machine; rank r of every world runs in process r.
+
+    Args:
+        collective_timeout: seconds after which a collective that a rank does not join raises on the others.
+        call_timeout: seconds in which some rank must have given a sign of life (an item or a result).
+        preload: modules to import once, for all processes, beside torch and this package.
+    """
+
+    def __init__(
+        self, *, collective_timeout: float = 600, call_timeout: float = 1200, preload: Sequence[str] = ()
+    ) -> None:
+        self._collective_timeout, self._call_timeout = collective_timeout, call_timeout
+        self._preload = [*_PRELOAD, *preload]
+        self._workers: list[tuple[Any, Connection]] = []
+        self._worlds = 0
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        on_item: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Runs ``function(*args)`` on ``world_size`` ranks of a new world; returns the results by rank.
+
+        ``function`` must be importable by name. If it is a generator function, what a rank yields
+        goes to ``on_item(rank, item)`` as it comes, and its return value is the result.
+
+        Raises:
+            RankError: it raised on a rank.
+            WorkerDied: a process died, or none answered in time.
+            ValueError: the function or an argument cannot be sent to another process.
+        """
+        if self._worlds >= _WORLDS_PER_WORKER:
+            self.stop()
+        self._start(world_size)
+        self._worlds += 1
+        workers = self._workers[:world_size]
+        with tempfile.TemporaryDirectory() as directory:
+            job = (world_size, os.path.join(directory, "store"), self._collective_timeout, function, args)
+            try:
+                message = pickle.dumps(job)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"cannot be sent to the processes of a layout: {error}; functions must be importable by name "
+                    "(defined at the top level of a module), or functools.partial of such"
+                ) from None
+            for _, connection in workers:
+                connection.send_bytes(message)
+            try:
+                outcomes = self._collect(workers, on_item)
+            except BaseException:
+                self.stop()
+                raise
+        failures = [(rank, message) for rank, (passed, message) in enumerate(outcomes) if not passed]
+        if failures:
+            # Other ranks often fail only because a peer did: show the one that did not wait for others.
+            rank, message = next((each for each in failures if "Connection closed by peer" not in each[1]), failures[0])
+            raise RankError(f"rank {rank} of {world_size} ({len(failures)} failed):\n{message}")
+        return [value for _, value in outcomes]
+
+    def _start(self, count: int) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(self._preload)
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(len(self._workers), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(
+        self, workers: list[tuple[Any, Connection]], on_item: Callable[[int, Any], None] | None
+    ) -> list[tuple[bool, Any]]:
+        ranks = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self._call_timeout
+        while len(outcomes) < len(workers):
+            waiting = [connection for connection, rank in ranks.items() if rank not in outcomes]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                names = ", ".join(str(ranks[connection]) for connection in waiting)
+                raise WorkerDied(f"rank {names} of {len(workers)} did not answer within {self._call_timeout:.0f} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = ranks[connection]
+                try:
+                    kind, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    workers[rank][0].join(5)
+                    code = workers[rank][0].exitcode
+                    raise WorkerDied(f"rank {rank} of {len(workers)} died (exit code {code})") from None
+                if kind == "item":
+                    deadline = time.monotonic() + self._call_timeout
+                    if on_item is not None:
+                        on_item(rank, value)
+                else:
+                    outcomes[rank] = (kind == "result", value)
+        return [outcomes[rank] for rank in range(len(workers))]
+
+    def stop(self) -> None:
+        """Ends the processes; the next run starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers, self._worlds = [], 0
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:  # the parent is gone or stopped its workers
+            return
+        try:
+            outcome = ("result", _run(rank, message, connection))
+        except BaseException:  # the traceback goes to the parent, which raises
+            outcome = ("failure", traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            connection.send(outcome)
+        except BrokenPipeError:
+            return
+
+
+def _run(rank: int, message: bytes, connection: Connection) -> Any:
+    world_size, store_path, timeout, function, args = pickle.loads(message)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(store_path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+        device_id=device,
+    )
+    torch.manual_seed(0)
+    if not inspect.isgeneratorfunction(function):
+        return function(*args)
+    items = function(*args)
+    while True:
+        try:
+            connection.send(("item", next(items)))
+        except StopIteration as end:
+            return end.value
