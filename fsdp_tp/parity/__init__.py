@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ def assert_parity(
     dtype: torch.dtype = torch.float32,
     steps: int | None = None,
     reference: str | Layout | Path = Layout(),
+    record: Path | None = None,
     repeat: bool = False,
     loss: Callable[..., Tensor] = _job.language_model_loss,
     token_count: Callable[[Batch], int] | None = _job.language_model_tokens,
@@ -80,6 +81,7 @@ def assert_parity(
         steps: by default as many as there are batches.
         reference: a layout, by default one process that runs the plain model and none of this
             library, or the path of a recorded curve.
+        record: write the reference's curve to this path, to compare with later or elsewhere.
         repeat: also run each layout twice and ask for equal bits.
         loss: called as ``loss(model, batch, mesh, layout)`` with this rank's rows; returns the sum
             over its tokens, a scalar.
@@ -119,32 +121,17 @@ def assert_parity(
         dtype=dtype,
         seed=seed,
     )
-    report = _on(
-        workers,
-        lambda on: compare_layouts(
+    with contextlib.nullcontext(workers) if workers is not None else Workers() as on:
+        report = compare_layouts(
             job,
-            _parse(layouts),
+            [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts],
             reference=Layout.parse(reference) if isinstance(reference, str) else reference,
             repeat=repeat,
+            record=record,
             workers=on,
-        ),
-    )
+        )
     if report.verdict == "different":
         raise ParityError(report)
     if report.errors:
         raise RankError("\n".join(report.errors))
     return report
-
-
-def _parse(layouts: Iterable[str | Layout]) -> list[Layout]:
-    return [layout if isinstance(layout, Layout) else Layout.parse(layout) for layout in layouts]
-
-
-def _on(workers: Workers | None, function: Callable[[Workers], Any]) -> Any:
-    if workers is not None:
-        return function(workers)
-    own = Workers()
-    try:
-        return function(own)
-    finally:
-        own.stop()

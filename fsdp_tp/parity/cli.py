@@ -23,8 +23,7 @@ from fsdp_tp.parity.html import write_html
 from fsdp_tp.parity.job import Job, adamw, language_model_loss, language_model_tokens
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.report import Report, table, write_json
-from fsdp_tp.parity.run import DTYPE_OF, compare_layouts
-from fsdp_tp.parity.static import check_types
+from fsdp_tp.parity.run import DTYPE_OF, check_types, compare_layouts
 from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
 
 LAYOUTS = (
@@ -122,10 +121,9 @@ def run(config: ParityConfig) -> int:
     console = Console()
     report = Report()
     levels = sorted(set(config.levels) - {0, 4}) or ([2] if 4 in config.levels else [])
-    workers = Workers(
+    with Workers(
         collective_timeout=config.timeout, call_timeout=config.timeout + 60, preload=("fsdp_tp.parity.cli",)
-    )
-    try:
+    ) as workers:
         if 0 in config.levels:
             report.levels.append(check_types(job, layouts))
         for level in levels:
@@ -141,8 +139,6 @@ def run(config: ParityConfig) -> int:
                 )
             report.levels += found.levels
             _write(config, report)
-    finally:
-        workers.stop()
     _write(config, report)
     _show(console, config, report)
     return report.exit_code

@@ -131,6 +131,16 @@ def gap(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
     return distance / norm if norm > 0 else math.inf
 
 
+def _distance(reference: Trace, event: str, actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+    stage, path = split_key(event)
+    distance = gap(actual, expected)
+    if stage == trace.OUTPUT_GRADIENT and len(actual) > 1 and not _readers(reference, path):
+        # Used by code that this module stands in, whose other layers may be split: then each rank has a part
+        # of the gradient, and whether it is summed shows in the gradients of this module's weights.
+        distance = min(distance, gap(actual.sum(0, keepdims=True), expected))
+    return distance
+
+
 def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: float) -> Comparison:
     """Judges ``actual``, step by step and in each step in the order of cause and effect."""
     verdict: Verdict = "equal"
@@ -143,7 +153,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
             if event not in found.events:
                 continue
             stage, path = split_key(event)
-            distance = gap(found.events[event], expected.events[event])
+            distance = _distance(reference, event, found.events[event], expected.events[event])
             floor, rounding = bounds.of(stage), noise.of(expected.step, event)
             bound = max(floor, NOISE_FACTOR * rounding)
             if distance > floor and not bounds.judges_by_noise(stage, expected.step):
@@ -236,9 +246,13 @@ def _blame(reference: Trace, step: int, event: str, distance: float, bound: floa
 
 def _consumer(reference: Trace, path: str) -> str:
     """Who reads the output of a module: the outermost module that takes it unchanged, or else the one around it."""
-    output = key(trace.OUTPUT, path)
-    readers = [split_key(event)[1].split("#")[0] for event, source in reference.sources.items() if source == output]
+    readers = _readers(reference, path)
     return min(readers, key=lambda reader: reader.count(".")) if readers else path.split("#")[0].rpartition(".")[0]
+
+
+def _readers(reference: Trace, path: str) -> list[str]:
+    output = key(trace.OUTPUT, path)
+    return [split_key(event)[1].split("#")[0] for event, source in reference.sources.items() if source == output]
 
 
 def _name(module: str) -> str:

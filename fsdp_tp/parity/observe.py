@@ -4,6 +4,7 @@ the coordinates of the whole tensors that one process would have."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.sketch import Sketcher
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """Which rows of a global batch are being computed."""
 
     start: int
@@ -97,6 +99,8 @@ class Observer:
         self._calls: dict[str, int] = {}
         self._outputs: list[tuple[Tensor, str, bool]] = []
         self._found: dict[tuple[str, int], Tensor] = {}
+        bound = [entry for module in model.modules() for entry in getattr(module, "_replicated_parameters", ())]
+        self._summing = {entry.module for entry in bound if entry.partial}
         for path, module in _observable(model):
             # In front of FSDP's hooks, which replace what a module reads by copies.
             module.register_forward_pre_hook(self._before(path), with_kwargs=True, prepend=True)
@@ -155,8 +159,9 @@ class Observer:
             if tensor is None:
                 return
             event = trace.key(trace.OUTPUT, name)
-            # Behind a gathering region every rank has its own part of the gradient's sum.
-            partial = isinstance(module, OutputRegion)
+            # Behind a gathering region, and where a weight's gradient is summed afterwards, every rank has its own
+            # part of the gradient's sum.
+            partial = isinstance(module, OutputRegion) or module in self._summing
             partial = partial or any(gathered for output, _, gathered in self._outputs if output is tensor)
             self._outputs.append((tensor, event, partial))
             self._add_activation(event, tensor)

@@ -38,6 +38,19 @@ class Result:
     norms: list[float] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def max_relative_loss_gap(self) -> float | None:
+        return self.comparison.max_relative_loss_gap if self.comparison else None
+
+    @property
+    def max_relative_gradient_gap(self) -> float | None:
+        return self.comparison.max_relative_gradient_gap if self.comparison else None
+
+    @property
+    def noise(self) -> float | None:
+        """Largest relative gap of the loss that a perturbation by one machine epsilon makes."""
+        return self.comparison.noise if self.comparison else None
+
 
 @dataclass
 class LevelReport:
@@ -103,9 +116,9 @@ def to_json(report: Report) -> dict[str, Any]:
                 "layout": result.layout,
                 "level": result.level,
                 "verdict": result.verdict,
-                "max_relative_loss_gap": _finite(result.comparison and result.comparison.max_relative_loss_gap),
-                "max_relative_gradient_gap": _finite(result.comparison and result.comparison.max_relative_gradient_gap),
-                "noise": _finite(result.comparison and result.comparison.noise),
+                "max_relative_loss_gap": _finite(result.max_relative_loss_gap),
+                "max_relative_gradient_gap": _finite(result.max_relative_gradient_gap),
+                "noise": _finite(result.noise),
                 "first_bad_step": result.first_bad_step,
                 "first_bad_module": result.first_bad_module,
                 "sentence": result.sentence,
@@ -125,16 +138,15 @@ def table(report: Report) -> Table:
     """One row for each layout and level."""
     made = Table("level", "layout", "verdict", "loss gap", "noise", "gradient gap", "first difference")
     for result in report.results:
-        found = result.comparison
         verdict = "did not finish" if result.verdict is None else result.verdict.replace("_", " ")
         color = {"equal": "green", "within_noise": "green"}.get(result.verdict or "", "red")
         made.add_row(
             f"{result.level}  {LEVELS[result.level]}",
             result.layout,
             f"[{color}]{verdict}[/]",
-            number(found and found.max_relative_loss_gap),
-            number(found and found.noise),
-            number(found and found.max_relative_gradient_gap),
+            number(result.max_relative_loss_gap),
+            number(result.noise),
+            number(result.max_relative_gradient_gap),
             (result.error or "").splitlines()[-1][:200] if result.error else result.sentence,
         )
     return made

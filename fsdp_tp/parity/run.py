@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import fsdp_tp
-from fsdp_tp.parity import trace
+from fsdp_tp.initialize import materialize
+from fsdp_tp.mesh import ParallelMesh
+from fsdp_tp.parity import static, trace
 from fsdp_tp.parity.job import Facts, Job, Role, draws_random_numbers
 from fsdp_tp.parity.job import run as run_on_rank
 from fsdp_tp.parity.judge import BOUNDS, Bounds, Noise, compare
@@ -22,7 +25,7 @@ from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.observe import probe_shapes
 from fsdp_tp.parity.report import LevelReport, Report, Result
 from fsdp_tp.parity.trace import RankStep, Trace, key
-from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
+from fsdp_tp.parity.workers import RankError, WorkerDied, Workers, run_alone
 
 LEVEL_OF = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3}
 DTYPE_OF = {level: dtype for dtype, level in LEVEL_OF.items()}
@@ -31,6 +34,8 @@ Progress = Callable[[str, int, int], None]
 """Called with the name of a run, its step and the number of steps."""
 
 _PERTURBATIONS = (0, 1)
+_LARGE_WORLD = 2048
+_MATERIALIZED = 10**9  # parameters, 4 GB in fp32
 _BYTES_PER_RANK = 500 * 2**20  # of an idle process with torch and transformers, with room for a small model
 
 
@@ -87,6 +92,68 @@ def compare_layouts(
         if repeat:
             again.results.append(_repeated(job, layout, expected, actual, workers, progress))
     return Report([made, again] if repeat else [made])
+
+
+def check_types(job: Job, layouts: Sequence[Layout]) -> LevelReport:
+    """Level 0: every layer and region type-checked in this process, on fake worlds of the layout's own size and
+    of 2,048 ranks.
+
+    Raises:
+        ValueError: ``spmd_types`` is missing, or a layout does not fit the model.
+    """
+    made = LevelReport(level=0, reference="SPMD types")
+    regions = Result("regions and collectives", 0)
+    _judge_types(regions, run_alone(_region_findings))
+    made.results.append(regions)
+    for layout in layouts:
+        result = Result(str(layout), 0)
+        made.results.append(result)
+        findings: dict[str, None] = {}
+        group = layout.tensor * layout.shard
+        for world_size in {layout.world_size, max(1, _LARGE_WORLD // group) * group} if layout.tensor > 1 else ():
+            # Alone: DTensor's caches would hand the second world the first one's meshes.
+            findings |= dict.fromkeys(run_alone(_type_findings, job, layout, world_size))
+        _judge_types(result, list(findings))
+        if layout.tensor == 1:
+            result.sentence = "no tensor axis: nothing to check"
+    return made
+
+
+def _region_findings() -> list[str]:
+    return [str(finding) for finding in static.check_regions()]
+
+
+def _type_findings(job: Job, layout: Layout, world_size: int) -> list[str]:
+    found = static.check(
+        functools.partial(_build_for_types, job),
+        job.batch(1),
+        world_size=world_size,
+        tensor_parallel_degree=layout.tensor,
+        hybrid_shard_degree=layout.shard,
+        sequence_parallel=layout.sequence_parallel,
+        loss_parallel=layout.loss_parallel,
+        step=functools.partial(_typed_loss, job, layout),
+    )
+    return [str(finding) for finding in found]
+
+
+def _judge_types(result: Result, findings: Sequence[str]) -> None:
+    result.verdict = "different" if findings else "equal"
+    if findings:
+        result.first_bad_module = findings[0].partition(":")[0]
+        result.sentence = "; ".join(findings[:3])
+
+
+def _build_for_types(job: Job) -> torch.nn.Module:
+    """Values do not matter, but some models read some: memory for them where there is enough."""
+    model = job.build_model()
+    if sum(parameter.numel() for parameter in model.parameters()) < _MATERIALIZED:
+        materialize(model, torch.device("cpu"))
+    return model
+
+
+def _typed_loss(job: Job, layout: Layout, model: torch.nn.Module, batch: Any, mesh: ParallelMesh) -> Tensor:
+    return job.loss(model, batch, mesh, layout)
 
 
 def run_layout(job: Job, role: Role, workers: Workers, progress: Progress, name: str | None = None) -> Trace:

@@ -15,8 +15,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ import torch.distributed as dist
 # thousand of them after a hundred worlds. New workers are forked in a moment.
 _WORLDS_PER_WORKER = 20
 _PRELOAD = ("torch", "torch.distributed.tensor", "fsdp_tp", "fsdp_tp.parity")
+
+Result = TypeVar("Result")
 
 
 class RankError(AssertionError):
@@ -137,6 +140,12 @@ class Workers:
                     outcomes[rank] = (kind == "result", value)
         return [outcomes[rank] for rank in range(len(workers))]
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         """Ends the processes; the next run starts new ones."""
         for process, connection in self._workers:
@@ -144,6 +153,14 @@ class Workers:
             process.kill()
             process.join()
         self._workers, self._worlds = [], 0
+
+
+def run_alone(function: Callable[..., Result], *args: Any) -> Result:
+    """Runs ``function(*args)``, importable by name, in a new process without a world, and ends it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(function, *args).result()
 
 
 def _serve(rank: int, connection: Connection) -> None:
