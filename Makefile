@@ -25,7 +25,7 @@ setup: .venv/.stamp $(LIBRARY)
 	@echo "setup: torch"
 	@$(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "setup: fsdp_tp, its dependencies and its kernels (a minute)"
-	@$(PIP) --no-build-isolation -e ".[hf,data,dev]"
+	@$(PIP) --no-build-isolation -e ".[hf,data,parity,dev]"
 	@touch $@
 
 # The touch: an edit that changes no object file leaves the library older than its sources.

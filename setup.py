@@ -46,7 +46,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["fsdp_tp*"]),
-    package_data={"fsdp_tp": ["py.typed"]},
+    package_data={"fsdp_tp": ["py.typed"], "fsdp_tp.parity": ["*.jinja"]},
     # The sources are listed for the sdist and never compiled one by one.
     ext_modules=[Extension("fsdp_tp._lib.libfsdp_tp_shm", ["CMakeLists.txt", *sorted(glob("kernels/*/*.*"))])],
     cmdclass={"build_ext": CMakeBuild},
@@ -54,11 +54,11 @@ setup(
     extras_require={
         "hf": ["transformers"],
         "data": ["torchdata", "datasets"],
+        "parity": ["matplotlib", "spmd_types>=0.3.1"],
         "dev": [
             "clang-format",
             "cmake",
             "hypothesis",
-            "matplotlib",
             "mypy",
             "ninja",
             "numpy",

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from fsdp_tp.parity import Workers
 
-workers = Workers(collective_timeout=60, call_timeout=300, preload=["transformers", "tests.models"])
+# The modelling code too: every new process would import it again.
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_PRELOAD = ["tests.models", *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES)]
+
+workers = Workers(collective_timeout=60, call_timeout=300, preload=_PRELOAD)
 run = workers.run
 stop = workers.stop

@@ -32,6 +32,8 @@ class LiftedCasts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            return func(*args, **kwargs)  # autograd's own casts; a recomputed forward has gradients enabled
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         integer = func is _CAST and not tensors[0].dtype.is_floating_point

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fsdp_tp.parity.html import write_html
 from fsdp_tp.parity.job import Job, adamw, language_model_loss, language_model_tokens
 from fsdp_tp.parity.layout import Layout
-from fsdp_tp.parity.report import Report, table, write_json
+from fsdp_tp.parity.report import LevelReport, Report, table, write_json
 from fsdp_tp.parity.run import DTYPE_OF, check_types, compare_layouts
 from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
 
@@ -122,7 +122,7 @@ def run(config: ParityConfig) -> int:
     report = Report()
     levels = sorted(set(config.levels) - {0, 4}) or ([2] if 4 in config.levels else [])
     with Workers(
-        collective_timeout=config.timeout, call_timeout=config.timeout + 60, preload=("fsdp_tp.parity.cli",)
+        collective_timeout=config.timeout, call_timeout=config.timeout + 60, preload=["fsdp_tp.parity.cli", *_modules()]
     ) as workers:
         if 0 in config.levels:
             report.levels.append(check_types(job, layouts))
@@ -136,9 +136,9 @@ def run(config: ParityConfig) -> int:
                     record=config.record,
                     workers=workers,
                     progress=_bar(progress),
+                    finished=functools.partial(_write_so_far, config, list(report.levels)),
                 )
             report.levels += found.levels
-            _write(config, report)
     _write(config, report)
     _show(console, config, report)
     return report.exit_code
@@ -257,6 +257,11 @@ def windows(tokens: Tensor, shape: tuple[int, int], step: int) -> Tensor:
     return tokens[: rows * shape[1]].view(rows, shape[1])[index]
 
 
+def _modules() -> list[str]:
+    """What building the model has imported and every process would import again."""
+    return [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+
+
 def _progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
@@ -272,6 +277,10 @@ def _bar(progress: Progress) -> Callable[[str, int, int], None]:
         progress.update(tasks[name], completed=step)
 
     return update
+
+
+def _write_so_far(config: ParityConfig, done: list[LevelReport], found: Report) -> None:
+    _write(config, Report([*done, *found.levels]))
 
 
 def _write(config: ParityConfig, report: Report) -> None:

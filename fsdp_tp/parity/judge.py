@@ -23,12 +23,12 @@ class Bounds:
     curve: float
     """Of the loss and the gradient norm, at any step."""
     tensors: float
-    """Of the initial weights and of every activation and gradient of the first step. Then the optimizer
+    """Of every activation and gradient of the first step. Then the optimizer
     amplifies rounding, and a tensor may differ as much as the measured noise does."""
 
-    def of(self, stage: str) -> float:
-        if stage == trace.BATCH:
-            return 0.0
+    def of(self, stage: str, step: int) -> float:
+        if stage == trace.BATCH or step == 0:
+            return SAME
         return self.curve if stage in (trace.LOSS, trace.NORM) else self.tensors
 
     def judges_by_noise(self, stage: str, step: int) -> bool:
@@ -45,6 +45,9 @@ BOUNDS = {
     3: Bounds(curve=0.0, tensors=0.0),
     4: Bounds(curve=0.0, tensors=0.0),
 }
+
+SAME = 1e-12
+"""Of the batches and the initial weights, which must be the same: their sketches are summed in another order."""
 
 NOISE_FACTOR = 4.0
 """How far beyond the largest of the measured perturbations an equal run may be; docs/lab_book.md has
@@ -104,13 +107,14 @@ class Noise:
         self._numbers: dict[str, float] = {}
         """Largest of any step, for the loss and the norm: single numbers often agree by chance."""
         so_far: dict[str, float] = {}
-        for index, step in enumerate(reference.steps):
+        for step in reference.trained:
+            others = [run.at(step.step) for run in runs]
             for event in step.events:
                 largest = so_far.get(event, 0.0)
-                for run in runs:
-                    if index < len(run.steps) and event in run.steps[index].events:
-                        largest = max(largest, gap(run.steps[index].events[event], step.events[event]))
-                so_far[event] = self._gaps[step.step, event] = largest
+                for other in others:
+                    if other is not None and event in other.events:
+                        largest = max(largest, gap(other.events[event], step.events[event]))
+                so_far[event] = self._gaps[step.step, event] = 0.0 if event.startswith(trace.BATCH) else largest
         self._numbers = {event: so_far[event] for event in (key(trace.LOSS), key(trace.NORM)) if event in so_far}
 
     def of(self, step: int, event: str) -> float:
@@ -148,17 +152,20 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
     worst = 0.0
     rows = {path: ModuleRow(path) for path in _module_order(reference)}
     largest_gradient = 0.0
-    for expected, found in zip(reference.steps, actual.steps, strict=False):
+    for expected in reference.steps:
+        found = actual.at(expected.step)
+        if found is None:
+            continue
         for event in in_causal_order(expected):
             if event not in found.events:
                 continue
             stage, path = split_key(event)
             distance = _distance(reference, event, found.events[event], expected.events[event])
-            floor, rounding = bounds.of(stage), noise.of(expected.step, event)
+            floor, rounding = bounds.of(stage, expected.step), noise.of(expected.step, event)
             bound = max(floor, NOISE_FACTOR * rounding)
             if distance > floor and not bounds.judges_by_noise(stage, expected.step):
                 verdict = "within_noise" if verdict == "equal" else verdict
-            if bound > 0 and stage != trace.BATCH:
+            if bound > 0:
                 worst = max(worst, distance / bound)
             bad = distance > bound
             if bad and blame is None:
@@ -314,5 +321,5 @@ def _add_megatron(rows: Mapping[str, ModuleRow], reference: Trace, eps: float) -
 
 
 def _gaps_of(reference: Trace, actual: Trace, event: str) -> list[float]:
-    pairs = zip(reference.trained, actual.trained, strict=False)
-    return [gap(b.events[event], a.events[event]) for a, b in pairs if event in a.events and event in b.events]
+    pairs = ((expected, actual.at(expected.step)) for expected in reference.trained)
+    return [gap(b.events[event], a.events[event]) for a, b in pairs if b and event in a.events and event in b.events]

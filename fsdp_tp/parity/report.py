@@ -37,6 +37,8 @@ class Result:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     error: str | None = None
+    misfit: bool = False
+    """The error is a setting that does not fit this layout."""
 
     @property
     def max_relative_loss_gap(self) -> float | None:
@@ -93,18 +95,19 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 if any layout differs, or 3 if none does but one did not finish."""
+        """0; or 1 if any layout differs; else 3 if one did not finish, or 2 if it could not because it does not fit."""
         if self.verdict == "different":
             return 1
-        return 3 if self.errors else 0
+        failed = [result for result in self.results if result.error]
+        return (2 if all(result.misfit for result in failed) else 3) if failed else 0
 
     def sentence(self) -> str:
         """What differs, or that nothing does."""
         bad = [result for result in self.results if result.verdict == "different"]
         lines = [f"{each.layout} (level {each.level}) differs at {each.sentence}" for each in bad]
-        lines += [f"did not finish: {error}" for error in self.errors]
+        lines += [f"did not run to the end: {error}" for error in self.errors]
         finished = sum(result.verdict is not None for result in self.results)
-        return "\n".join(lines) or f"{finished} layouts: {self.verdict.replace('_', ' ')}"
+        return "\n".join(lines) or f"{finished} layout{'s' * (finished != 1)}: {self.verdict.replace('_', ' ')}"
 
 
 def to_json(report: Report) -> dict[str, Any]:

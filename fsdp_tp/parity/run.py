@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.parity import static, trace
 from fsdp_tp.parity.job import Facts, Job, Role, draws_random_numbers
 from fsdp_tp.parity.job import run as run_on_rank
-from fsdp_tp.parity.judge import BOUNDS, Bounds, Noise, compare
+from fsdp_tp.parity.judge import BOUNDS, SAME, Bounds, Noise, compare, gap
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.observe import probe_shapes
 from fsdp_tp.parity.report import LevelReport, Report, Result
@@ -48,10 +49,12 @@ def compare_layouts(
     record: Path | None = None,
     workers: Workers,
     progress: Progress = lambda name, step, steps: None,
+    finished: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """The level of ``job.dtype`` for every layout, and with ``repeat`` level 4 too.
 
     A layout whose run fails has an error in the report; the others are compared all the same.
+    ``finished`` gets the report so far after each layout.
 
     Raises:
         ValueError: a layout does not fit the batches or the machine, the model is not
@@ -79,19 +82,21 @@ def compare_layouts(
     )
     if "control" in runs:
         made.control = compare(expected, runs["control"], noise, bounds, _eps(job)).loss_gaps
-    again = LevelReport(level=4, reference="the same layout, run before", losses=made.losses, norms=made.norms)
+    again = LevelReport(level=4, reference="the same layout, run before")
+    report = Report([made, again] if repeat else [made])
     for layout in layouts:
         result = Result(str(layout), level)
         made.results.append(result)
-        try:
+        with _failures(result):
             actual = run_layout(job, Role(layout=layout, shapes=expected.shapes), workers, progress)
-        except (RankError, WorkerDied) as error:
-            result.error = str(error).strip()
-            continue
-        _judge(result, expected, actual, noise, bounds, _eps(job))
-        if repeat:
-            again.results.append(_repeated(job, layout, expected, actual, workers, progress))
-    return Report([made, again] if repeat else [made])
+            _judge(result, expected, actual, noise, bounds, _eps(job))
+            if repeat:
+                second = Result(str(layout), 4)
+                again.results.append(second)
+                with _failures(second):
+                    _repeat(second, job, layout, expected, actual, workers, progress)
+        finished(report)
+    return report
 
 
 def check_types(job: Job, layouts: Sequence[Layout]) -> LevelReport:
@@ -160,14 +165,15 @@ def run_layout(job: Job, role: Role, workers: Workers, progress: Progress, name:
     """Runs the job on as many processes as the layout has ranks."""
     layout = role.layout
     made = Trace(str(layout))
-    pending: dict[int, list[RankStep]] = {}
+    pending: dict[int, dict[int, RankStep]] = {}
 
     def collect(rank: int, step: RankStep) -> None:
-        parts = pending.setdefault(step.step, [])
-        parts.append(step)
+        parts = pending.setdefault(step.step, {})
+        parts[rank] = step
         if len(parts) == layout.world_size:
             del pending[step.step]
-            made.steps.append(trace.merge(parts))
+            # By rank, not as they came: sums would not be the same bits every time.
+            made.steps.append(trace.merge([parts[each] for each in range(layout.world_size)]))
             progress(name or str(layout), step.step, job.steps)
 
     facts: Facts = workers.run(layout.world_size, run_on_rank, job, role, on_item=collect)[0]
@@ -209,7 +215,11 @@ def check_fits(job: Job, layout: Layout) -> None:
 def _reference_runs(
     job: Job, reference: Layout | Path, layouts: Iterable[Layout], workers: Workers, progress: Progress
 ) -> dict[str, Trace]:
-    """The reference, and what measures its noise."""
+    """The reference, and what measures its noise.
+
+    Raises:
+        ValueError: it cannot be read, or the job does not fit it.
+    """
     if isinstance(reference, Path):
         runs, recorded = trace.read(reference)
         if recorded:
@@ -220,16 +230,34 @@ def _reference_runs(
     one = reference.world_size == 1
     shapes, notes = (None, []) if one else probe_shapes(job.build_model, job.loss, job.batch(1))
     role = Role(layout=reference, plain=reference == Layout() and job.dtype != torch.bfloat16, shapes=shapes)
-    runs = {"reference": run_layout(job, role, workers, progress, f"reference ({reference})")}
+    with _misfits_raised():
+        runs = {"reference": run_layout(job, role, workers, progress, f"reference ({reference})")}
     runs["reference"].notes += notes
     unlifted = tuple(_unlifted(runs["reference"]))
     for seed in _PERTURBATIONS:
         disturbed = replace(role, perturbation=seed, disturbed=unlifted)
         runs[f"perturbed {seed}"] = run_layout(job, disturbed, workers, progress, "noise")
+        _check_same_start(runs["reference"], runs[f"perturbed {seed}"], _eps(job))
     control = run_layout(job, replace(role, reordered=True), workers, progress, "control")
     if control.notes:
         runs["control"] = control
     return runs
+
+
+def _check_same_start(reference: Trace, perturbed: Trace, eps: float) -> None:
+    """Without it a job that is another one each time would have noise in which everything drowns."""
+    for what, made, bound in (("initial weights", trace.WEIGHT, 2 * eps), ("batches", trace.BATCH, SAME)):
+        for expected, found in zip(reference.steps, perturbed.steps, strict=False):
+            if made == trace.WEIGHT and expected.step > 0:
+                break
+            for event in expected.events:
+                stage, path = trace.split_key(event)
+                if stage == made and gap(found.events[event], expected.events[event]) > bound:
+                    where = f"{path} differs" if made == trace.WEIGHT else f"in step {expected.step}"
+                    raise ValueError(
+                        f"the job has other {what} on every run ({where}): draw them from torch's generator, which is "
+                        "seeded before build_model, or from the step"
+                    )
 
 
 def _unlifted(reference: Trace) -> Iterable[str]:
@@ -251,25 +279,44 @@ def _judge(result: Result, expected: Trace, actual: Trace, noise: Noise, bounds:
         result.sentence = "differs by no more than rounding does"
 
 
-def _repeated(job: Job, layout: Layout, expected: Trace, actual: Trace, workers: Workers, progress: Progress) -> Result:
+def _repeat(
+    result: Result, job: Job, layout: Layout, expected: Trace, actual: Trace, workers: Workers, progress: Progress
+) -> None:
     """Level 4: the same layout once more."""
-    result = Result(str(layout), 4)
-    try:
-        role = Role(layout=layout, shapes=expected.shapes)
-        second = run_layout(job, role, workers, progress, f"{layout} again")
-    except (RankError, WorkerDied) as error:
-        result.error = str(error).strip()
-        return result
+    second = run_layout(job, Role(layout=layout, shapes=expected.shapes), workers, progress, f"{layout} again")
     _judge(result, actual, second, Noise(actual, []), BOUNDS[4], _eps(job))
     bits = next((a.step for a, b in zip(actual.steps, second.steps, strict=True) if a.bits != b.bits), None)
     if bits is not None and result.verdict == "equal":  # too small a difference for the sketches
         result.verdict, result.first_bad_step = "different", bits
         result.sentence = f"step {bits}: the bits of the weights differ"
-    return result
+
+
+@contextlib.contextmanager
+def _misfits_raised() -> Iterator[None]:
+    """What every rank raised as ValueError is one here."""
+    try:
+        yield
+    except RankError as error:
+        if error.sentence is None:
+            raise
+        raise ValueError(error.sentence) from error
+
+
+@contextlib.contextmanager
+def _failures(result: Result) -> Iterator[None]:
+    try:
+        yield
+    except WorkerDied as error:
+        result.error = str(error)
+    except RankError as error:
+        result.misfit = error.sentence is not None
+        result.error = error.sentence or str(error).strip()
 
 
 def _check_deterministic(job: Job, layout: Layout, workers: Workers) -> None:
-    for first, second, dropout in workers.run(layout.world_size, draws_random_numbers, job, layout):
+    with _misfits_raised():
+        found = workers.run(layout.world_size, draws_random_numbers, job, layout)
+    for first, second, dropout in found:
         if first != second and not (math.isnan(first) and math.isnan(second)):
             why = f"it has dropout ({', '.join(dropout[:3])})" if dropout else "something in it draws random numbers"
             raise ValueError(

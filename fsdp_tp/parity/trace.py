@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,15 +83,19 @@ class Trace:
     """Paths of the repeated layers, in order."""
     notes: list[str] = field(default_factory=list)
 
+    def at(self, step: int) -> Step | None:
+        """The record of one step."""
+        index = step - self.steps[0].step if self.steps else -1  # steps follow each other
+        return self.steps[index] if 0 <= index < len(self.steps) and self.steps[index].step == step else None
+
     @property
     def trained(self) -> list[Step]:
         """The steps after the initial weights."""
         return [step for step in self.steps if step.step > 0]
 
 
-def merge(parts: Iterable[RankStep]) -> Step:
-    """The step that its ranks' parts make."""
-    parts = list(parts)
+def merge(parts: Sequence[RankStep]) -> Step:
+    """The step that its parts, by rank, make."""
     whole: dict[str, dict[int, Sketch]] = {}
     for rank, part in enumerate(parts):
         for event, sketch, replica in zip(part.events, part.sketches, part.replicas, strict=True):

@@ -26,12 +26,20 @@ import torch.distributed as dist
 # thousand of them after a hundred worlds. New workers are forked in a moment.
 _WORLDS_PER_WORKER = 20
 _PRELOAD = ("torch", "torch.distributed.tensor", "fsdp_tp", "fsdp_tp.parity")
+_PEER_FAILED = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 
 Result = TypeVar("Result")
 
 
 class RankError(AssertionError):
-    """A function failed on a rank; the message holds its traceback."""
+    """A function failed on a rank; the message holds its traceback.
+
+    ``sentence`` is the message of the exception alone where all ranks raised ValueError, None elsewhere.
+    """
+
+    def __init__(self, message: str, sentence: str | None = None) -> None:
+        super().__init__(message)
+        self.sentence = sentence
 
 
 class WorkerDied(RuntimeError):
@@ -93,11 +101,15 @@ class Workers:
             except BaseException:
                 self.stop()
                 raise
-        failures = [(rank, message) for rank, (passed, message) in enumerate(outcomes) if not passed]
+        failures = [(rank, *failure) for rank, (passed, failure) in enumerate(outcomes) if not passed]
         if failures:
             # Other ranks often fail only because a peer did: show the one that did not wait for others.
-            rank, message = next((each for each in failures if "Connection closed by peer" not in each[1]), failures[0])
-            raise RankError(f"rank {rank} of {world_size} ({len(failures)} failed):\n{message}")
+            own = (each for each in failures if not any(sign in each[1] for sign in _PEER_FAILED))
+            first = next(own, failures[0])
+            rank, text, sentence = first
+            if len(failures) < world_size or any(each[2] is None for each in failures):
+                sentence = None
+            raise RankError(f"rank {rank} of {world_size} ({len(failures)} failed):\n{text}", sentence)
         return [value for _, value in outcomes]
 
     def _start(self, count: int) -> None:
@@ -171,9 +183,10 @@ def _serve(rank: int, connection: Connection) -> None:
         except EOFError:  # the parent is gone or stopped its workers
             return
         try:
-            outcome = ("result", _run(rank, message, connection))
-        except BaseException:  # the traceback goes to the parent, which raises
-            outcome = ("failure", traceback.format_exc())
+            outcome: tuple[str, Any] = ("result", _run(rank, message, connection))
+        except BaseException as error:  # the traceback goes to the parent, which raises
+            sentence = str(error) if isinstance(error, ValueError) else None
+            outcome = ("failure", (traceback.format_exc(), sentence))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
