@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdp_tp
+from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks
@@ -134,6 +135,8 @@ class Facts:
 
 def run(job: Job, role: Role) -> Generator[trace.RankStep, None, Facts]:
     """Trains on this rank, and yields what it saw of each step; first of step 0, the initial weights."""
+    if torch.cuda.is_available():
+        use_deterministic_algorithms()
     mesh = fsdp_tp.init_mesh(config=role.layout.parallel)
     model = _build(job, role, mesh)
     optimizer = job.optimizer(model, mesh)

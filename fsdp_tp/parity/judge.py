@@ -95,8 +95,10 @@ class Comparison:
     """Largest relative gap of the loss that a perturbation by one machine epsilon makes."""
     first_bad: Blame | None
     modules: list[ModuleRow] = field(default_factory=list)
+    beyond: str = ""
+    """Where a gap was first beyond the bound of its level and explained by noise."""
     worst: float = 0.0
-    """Largest ratio of a gap to its bound."""
+    """Largest ratio of a gap to what is allowed."""
 
 
 class Noise:
@@ -149,7 +151,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
     """Judges ``actual``, step by step and in each step in the order of cause and effect."""
     verdict: Verdict = "equal"
     blame: Blame | None = None
-    worst = 0.0
+    beyond, worst = "", 0.0
     rows = {path: ModuleRow(path) for path in _module_order(reference)}
     largest_gradient = 0.0
     for expected in reference.steps:
@@ -165,6 +167,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
             bound = max(floor, NOISE_FACTOR * rounding)
             if distance > floor and not bounds.judges_by_noise(stage, expected.step):
                 verdict = "within_noise" if verdict == "equal" else verdict
+                beyond = beyond or _explained(expected.step, event, distance, floor, rounding)
             if bound > 0:
                 worst = max(worst, distance / bound)
             bad = distance > bound
@@ -186,6 +189,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         noise=max((noise.of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
         first_bad=blame,
         modules=list(rows.values()),
+        beyond=beyond,
         worst=worst,
     )
 
@@ -249,6 +253,13 @@ def _blame(reference: Trace, step: int, event: str, distance: float, bound: floa
         module = owner_of(path)
         sentence = f"{path} differs after the optimizer step, while all gradients agree ({numbers})"
     return Blame(step, stage, module, distance, bound, f"step {step}: {sentence}")
+
+
+def _explained(step: int, event: str, distance: float, floor: float, rounding: float) -> str:
+    stage, path = split_key(event)
+    what = f"the {stage}{f' of {path}' if path else ''}"
+    above = f", above {floor:.0e}" if floor else ""
+    return f"from step {step} on, first {what}: relative gap {distance:.1e}{above}; rounding makes {rounding:.1e}"
 
 
 def _consumer(reference: Trace, path: str) -> str:

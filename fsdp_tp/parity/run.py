@@ -276,7 +276,7 @@ def _judge(result: Result, expected: Trace, actual: Trace, noise: Noise, bounds:
         result.first_bad_step, result.first_bad_module = found.first_bad.step, found.first_bad.module
         result.sentence = found.first_bad.sentence
     elif found.verdict == "within_noise":
-        result.sentence = "differs by no more than rounding does"
+        result.sentence = found.beyond
 
 
 def _repeat(

@@ -109,6 +109,8 @@ class TrainConfig:
     """Steps between profiled steps, which give the share of time in communication; 0: never."""
     seed: int = 0
     """Of initial weights and the order of sequences; neither depends on the layout."""
+    deterministic: bool = False
+    """Equal bits on every run of the same layout, or an error where an operation cannot promise them."""
     timeout: float = 600.0
     """Seconds after which a collective that a rank does not join fails on the others."""
 

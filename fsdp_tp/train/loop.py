@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_tp
 from fsdp_tp import checkpoint
+from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.train import config as configuration
 from fsdp_tp.train.config import OptimizerConfig, TrainConfig
@@ -71,6 +72,8 @@ def prepare(config: TrainConfig) -> Job:
     Raises:
         ValueError: a setting, a data file or the model does not fit; on every rank alike.
     """
+    if config.deterministic:
+        use_deterministic_algorithms()
     mesh = fsdp_tp.init_mesh(config=config.parallel, timeout=timedelta(seconds=config.timeout))
     micro_batch, micro_batches = config.micro_batches(mesh.data_size)
     tokenizer: Tokenizer = HuggingFaceTokenizer(config.data.tokenizer) if config.data.tokenizer else ByteTokenizer()

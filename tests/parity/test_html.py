@@ -77,7 +77,7 @@ def test_the_page_names_verdicts_the_first_bad_module_and_what_did_not_finish(tm
     page = _written(_report(), tmp_path)
     assert "<strong>different</strong>" in page
     assert "3 comparisons: 1 within noise, 1 different, 1 did not finish." in page
-    assert f"did not finish: {FAILED}: RuntimeError: out of memory" in page
+    assert f"did not run to the end: {FAILED}: RuntimeError: out of memory" in page
     assert f"{FAILED} is not in the charts" in page
     assert page.count("Traceback: &lt;frames&gt;") == 1
     rows = re.findall(r'<tr class="bad">.*?</tr>', page, flags=re.DOTALL)

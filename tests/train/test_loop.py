@@ -73,6 +73,27 @@ def test_bf16_learns_and_stays_near_fp32(tmp_path, text):
     assert bf16 == pytest.approx(fp32, rel=0.02)  # bf16 rounds at 0.4 %; five times that
 
 
+def _train_deterministically(arguments):
+    try:
+        return _train([*arguments, "--deterministic"]), torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_runs_are_equal_to_the_last_bit(tmp_path, text):
+    """The whole checkpoint, optimizer included, and every number of the curve."""
+    curves, states = [], []
+    for name in ("a", "b"):
+        output = tmp_path / name
+        everyone = run(4, _train_deterministically, ["--data", text, "--output", output, *EIGHT, "--precision", "bf16"])
+        assert all(enabled for _, enabled in everyone)
+        curves.append([(line["loss"], line["gradient_norm"]) for line in everyone[0][0]])
+        states.append({file.name: file.read_bytes() for file in sorted((output / "step-6").glob("*.distcp"))})
+    assert curves[0] == curves[1]
+    assert len(states[0]) == 4
+    assert states[0] == states[1]
+
+
 def test_metrics_and_outputs(tmp_path, text):
     output = tmp_path / "run"
     metrics = run(4, _train, ["--data", text, "--output", output, "--tensor-parallel-degree", 2])[0]
