@@ -76,8 +76,9 @@ def assert_parity(
         dtype: float64 asks whether it is the same mathematics (relative gaps up to 1e-10; casts to
             float32 inside the model are lifted), float32 allows 1e-6 on tensors of the first step
             and 1e-5 on the curve, bfloat16 is mixed precision with fp32 master weights and gradient
-            sums. Beyond these bounds a gap counts as noise if it is at most four times that of
-            reference runs whose weights were perturbed by one machine epsilon (arXiv 2506.09280).
+            sums. Beyond these bounds a gap counts as noise if it is at most four times (after an
+            optimizer step in fp32: sixteen times) that of reference runs whose weights were perturbed
+            by one machine epsilon (arXiv 2506.09280).
         steps: by default as many as there are batches.
         reference: a layout, by default one process that runs the plain model and none of this
             library, or the path of a recorded curve.
