@@ -50,7 +50,7 @@ setup(
     # The sources are listed for the sdist and never compiled one by one.
     ext_modules=[Extension("fsdp_tp._lib.libfsdp_tp_shm", ["CMakeLists.txt", *sorted(glob("kernels/*/*.*"))])],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=["torch>=2.11", "einops", "tyro", "rich", "safetensors"],
+    install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "safetensors", "tyro"],
     extras_require={
         "hf": ["transformers"],
         "data": ["torchdata", "datasets"],
@@ -61,7 +61,6 @@ setup(
             "hypothesis",
             "mypy",
             "ninja",
-            "numpy",
             "pre-commit",
             "pytest",
             "pytest-timeout",

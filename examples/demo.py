@@ -20,6 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_tp.parity import compare_curves
+
 LAYOUT = {"tensor": 2, "shard": 2, "replicate": 2}
 WORLD_SIZE = 8
 
@@ -45,9 +47,11 @@ def main() -> int:
         "--hybrid-shard-degree", str(LAYOUT["shard"]),
     )  # fmt: skip
 
-    gaps = [abs(ours["loss"] - theirs["loss"]) / theirs["loss"] for ours, theirs in zip(eight, one, strict=False)]
+    metrics = {name: options.output / name / "metrics.jsonl" for name in ("one", "eight")}
+    (compared,) = compare_curves(metrics["one"], [metrics["eight"]]).results
+    gaps = compared.comparison.loss_gaps
     picture = options.output / "curves.png"
-    draw(one, eight, picture)
+    draw(one, eight, gaps, picture)
     Console().print(comparison(one, eight, gaps))
     print(f"largest relative gap over {len(gaps)} steps: {max(gaps):.1e} (fp32 rounds at 6e-08)")
     print(f"both curves: {picture}")
@@ -90,7 +94,7 @@ def comparison(one: list[Any], eight: list[Any], gaps: list[float]) -> Table:
     return table
 
 
-def draw(one: list[Any], eight: list[Any], path: Path) -> None:
+def draw(one: list[Any], eight: list[Any], gaps: list[float], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,7 +114,6 @@ def draw(one: list[Any], eight: list[Any], path: Path) -> None:
     curves.set_ylabel("loss (nats a token)")
     curves.set_title("The same training job on one and on eight processes")
     curves.legend(frameon=False)
-    gaps = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(eight, one, strict=False)]
     # A gap of zero has no place on a log scale: draw it at the bottom.
     difference.semilogy(steps[: len(gaps)], [max(gap, 1e-9) for gap in gaps], "o", color="#555555", markersize=3)
     difference.axhline(6e-8, color="#999999", linewidth=1, linestyle="--")

@@ -4,6 +4,7 @@ import inspect
 
 import fsdp_tp
 import fsdp_tp.checkpoint
+import fsdp_tp.parity
 import fsdp_tp.train
 
 SURFACE = {
@@ -26,6 +27,28 @@ SURFACE = {
     "wrap": "model mesh plan sequence_parallel loss_parallel activation_checkpointing compile reshard_after_forward "
     "mp_policy offload_policy comm seed",
 }
+
+
+PARITY = {
+    "Layout": "tensor shard replicate sequence_parallel loss_parallel activation_checkpointing compile micro_batches",
+    "ParityError": "report",
+    "RankError": "message sentence",
+    "Report": "levels",
+    "Result": "layout level verdict first_bad_step first_bad_module sentence comparison losses norms error misfit",
+    "WorkerDied": "args kwargs",
+    "Workers": "collective_timeout call_timeout preload",
+    "assert_parity": "build_model batches layouts dtype steps reference record repeat loss token_count optimizer wrap "
+    "clip max_grad_norm seed workers",
+    "compare_curves": "reference curves dtype",
+}
+
+
+def test_names_and_parameters_of_parity():
+    assert sorted(PARITY) == sorted(fsdp_tp.parity.__all__)
+    for name, parameters in PARITY.items():
+        found = getattr(fsdp_tp.parity, name)
+        assert list(inspect.signature(found).parameters) == parameters.split(), name
+        assert len(inspect.getdoc(found)) > 40, name
 
 
 def test_names_and_parameters():

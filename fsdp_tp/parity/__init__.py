@@ -17,7 +17,7 @@ from fsdp_tp.parity import job as _job
 from fsdp_tp.parity.job import Batch, Job
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.report import Report, Result
-from fsdp_tp.parity.run import LEVEL_OF, compare_layouts
+from fsdp_tp.parity.run import LEVEL_OF, compare_curves, compare_layouts
 from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "WorkerDied",
     "Workers",
     "assert_parity",
+    "compare_curves",
 ]
 
 

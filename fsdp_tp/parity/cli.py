@@ -20,10 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from fsdp_tp.parity.html import write_html
-from fsdp_tp.parity.job import Job, adamw, language_model_loss, language_model_tokens
+from fsdp_tp.parity.job import Job, adamw, language_model_loss, language_model_tokens, wrap
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.report import LevelReport, Report, table, write_json
-from fsdp_tp.parity.run import DTYPE_OF, check_types, compare_layouts
+from fsdp_tp.parity.run import DTYPE_OF, check_types, compare_curves, compare_layouts
 from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
 
 LAYOUTS = (
@@ -63,6 +63,11 @@ class ParityConfig:
     loss: str = ""
     """module:function(model, batch, mesh, layout) that returns the loss summed over its tokens; by
     default that of a causal language model."""
+    loss_is_mean: bool = False
+    """The loss function returns a mean already, whose average over ranks is the objective."""
+    wrap: str = ""
+    """module:function(model, mesh, layout, mp_policy, seed) that lays the model out and returns it;
+    by default fsdp_tp.wrap."""
     optimizer: str = ""
     """module:function(model, mesh) that returns the optimizer; by default AdamW."""
     steps: int = 50
@@ -81,6 +86,8 @@ class ParityConfig:
     """Write the reference's curve to this file, to compare with elsewhere; the layouts may be none."""
     against: Path | None = None
     """Compare with a recorded curve instead of running a reference; or with metrics.jsonl of the trainer."""
+    curves: tuple[Path, ...] = ()
+    """Recorded curves, or metrics.jsonl files, to judge against the recorded one; then nothing runs."""
     json: Path | None = None
     """Write the verdicts to this file."""
     html: Path | None = Path("runs/parity/report.html")
@@ -94,6 +101,8 @@ class ParityConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.against is not None and self.record is not None:
             raise ValueError("record and against exclude each other: a recorded curve is there already")
+        if self.curves and self.against is None:
+            raise ValueError("curves needs against: the recorded curve to compare with")
         if self.against is not None and len(set(self.levels) & set(DTYPE_OF)) > 1:
             raise ValueError(f"levels={self.levels}: a recorded curve has one level; choose one of 1, 2, 3")
 
@@ -113,12 +122,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: ParityConfig) -> int:
     """Runs every level, shows and writes the report; returns the exit status."""
+    console = Console()
+    if config.curves:
+        assert config.against is not None
+        level = next((level for level in config.levels if level in DTYPE_OF), 2)
+        report = compare_curves(config.against, config.curves, DTYPE_OF[level])
+        _write(config, report)
+        _show(console, config, report)
+        return report.exit_code
     layouts = [Layout.parse(text) for text in config.layouts]
     if config.quick:
         config, layouts = replace(config, steps=min(config.steps, _QUICK_STEPS)), layouts[:_QUICK_LAYOUTS]
     reference = config.against or Layout.parse(config.reference)
     job = build_job(config)
-    console = Console()
     report = Report()
     levels = sorted(set(config.levels) - {0, 4}) or ([2] if 4 in config.levels else [])
     with Workers(
@@ -152,7 +168,8 @@ def build_job(config: ParityConfig) -> Job:
         batches=_data(config, vocabulary),
         steps=config.steps,
         loss=load(config.loss, "loss") if config.loss else language_model_loss,
-        token_count=language_model_tokens,
+        token_count=None if config.loss_is_mean else language_model_tokens,
+        wrap=load(config.wrap, "wrap") if config.wrap else wrap,
         optimizer=load(config.optimizer, "optimizer") if config.optimizer else adamw,
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,

@@ -72,7 +72,7 @@ class LevelReport:
 
 @dataclass
 class Report:
-    """Everything that was compared."""
+    """Everything that was compared, level by level, and the verdict on it."""
 
     levels: list[LevelReport] = field(default_factory=list)
 

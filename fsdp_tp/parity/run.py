@@ -72,14 +72,7 @@ def compare_layouts(
     expected, rest = runs["reference"], [run for name, run in runs.items() if name != "reference"]
     noise = Noise(expected, rest)
     bounds = BOUNDS[level]
-    made = LevelReport(
-        level=level,
-        reference=expected.layout,
-        losses=[step.loss for step in expected.trained],
-        norms=[step.gradient_norm for step in expected.trained],
-        noise=[noise.of(step.step, key(trace.LOSS)) for step in expected.trained],
-        notes=list(expected.notes),
-    )
+    made = _level_report(level, expected, noise)
     if "control" in runs:
         made.control = compare(expected, runs["control"], noise, bounds, _eps(job)).loss_gaps
     again = LevelReport(level=4, reference="the same layout, run before")
@@ -159,6 +152,42 @@ def _build_for_types(job: Job) -> torch.nn.Module:
 
 def _typed_loss(job: Job, layout: Layout, model: torch.nn.Module, batch: Any, mesh: ParallelMesh) -> Tensor:
     return job.loss(model, batch, mesh, layout)
+
+
+def compare_curves(reference: Path, curves: Sequence[Path], dtype: torch.dtype = torch.float32) -> Report:
+    """Judges recorded curves without running anything.
+
+    Args:
+        reference, curves: files that ``record`` wrote, or JSON lines with ``step`` and ``loss`` such as the
+            trainer's ``metrics.jsonl``, of which the curves alone are compared.
+        dtype: what they were computed in, which says how far apart they may be.
+
+    Raises:
+        ValueError: a file cannot be read, or they are of different jobs.
+    """
+    runs, job = trace.read(reference)
+    expected, noisy = runs["reference"], [run for name, run in runs.items() if name != "reference"]
+    made = _level_report(LEVEL_OF[dtype], expected, Noise(expected, noisy))
+    for path in curves:
+        found, other = trace.read(path)
+        if job and other:
+            _check_same_job(other, job, path)
+        result = Result(str(path), made.level)
+        bounds, eps = BOUNDS[made.level], torch.finfo(dtype).eps
+        _judge(result, expected, found["reference"], Noise(expected, noisy), bounds, eps)
+        made.results.append(result)
+    return Report([made])
+
+
+def _level_report(level: int, expected: Trace, noise: Noise) -> LevelReport:
+    return LevelReport(
+        level=level,
+        reference=expected.layout,
+        losses=[step.loss for step in expected.trained],
+        norms=[step.gradient_norm for step in expected.trained],
+        noise=[noise.of(step.step, key(trace.LOSS)) for step in expected.trained],
+        notes=list(expected.notes),
+    )
 
 
 def run_layout(job: Job, role: Role, workers: Workers, progress: Progress, name: str | None = None) -> Trace:

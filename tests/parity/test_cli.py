@@ -1,6 +1,7 @@
 """The command: what it prints and writes, its exit status, and what it says to settings that do not fit."""
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -102,6 +103,32 @@ def test_a_curve_of_losses_alone(parity, tmp_path):
     assert (status, found["layouts"][0]["first_bad_step"], found["layouts"][0]["first_bad_module"]) == (1, 2, "loss")
 
 
+def test_two_curves_that_are_there_already(parity, tmp_path):
+    ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
+    line = json.dumps({"step": 1, "loss": 2.0, "gradient_norm": 1.0}) + "\n"
+    theirs.write_text(line)
+    for loss, verdict in ((2.0 * (1 + 9e-6), "equal"), (2.0 * (1 + 2e-5), "different")):
+        ours.write_text(line.replace("2.0", str(loss)))
+        status, found, _ = parity("--against", theirs, "--curves", ours)
+        assert (status, found["verdict"]) == (int(verdict == "different"), verdict)
+        assert found["layouts"][0]["layout"] == str(ours)
+
+
+def test_a_layout_as_the_reference(parity):
+    """Nothing runs on one process; the activations are compared all the same."""
+    status, found, _ = parity(*SMALL, "--reference", "shard=2", "--layouts", "tensor=2")
+    assert (status, found["verdict"]) in [(0, "equal"), (0, "within_noise")]
+    report = assert_parity(jobs.llama, jobs.data, steps=1, reference="shard=2", layouts=["tensor=2"], workers=workers)
+    gaps = {row.module: row.output_gap for row in report.results[0].comparison.modules}
+    assert 0 < gaps["model.layers.0.mlp.down_proj"] < 1e-6
+
+
+def test_a_compiled_layout():
+    """Compiled blocks are compared from outside: a hook inside would break their graph."""
+    report = assert_parity(jobs.llama, jobs.data, steps=2, layouts=["tensor=2,compile"], workers=workers)
+    assert report.exit_code == 0
+
+
 def test_a_worker_that_dies(parity):
     """The layouts that finished are reported."""
     status, found, printed = parity(
@@ -137,6 +164,7 @@ def test_a_layout_that_the_model_does_not_fit(parity):
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--against", "no/such/curve"], "recorded curve no/such/curve"),
         (["--against", "a", "--record", "b"], "exclude each other"),
+        (["--curves", "a"], "curves needs against"),
         (["--against", "a", "--levels", "1", "2"], "a recorded curve has one level"),
     ],
 )
@@ -174,3 +202,14 @@ def test_text_and_token_files(tmp_path):
     assert torch.equal(first, counting((4, 9), 50, 0, 1))
     assert not torch.equal(first, counting((4, 9), 50, 0, 2))
     assert not torch.equal(first, counting((4, 9), 50, 1, 1))
+
+
+OPTIONS = (
+    "layouts reference levels model data loss loss_is_mean wrap optimizer steps global_batch_size sequence_length "
+    "max_grad_norm seed quick record against curves json html timeout"
+)
+
+
+def test_the_command_line_is_frozen():
+    """An option that is renamed or lost breaks users' scripts: change this list only on purpose."""
+    assert [field.name for field in dataclasses.fields(cli.ParityConfig)] == OPTIONS.split()

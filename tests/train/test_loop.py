@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fsdp_tp import checkpoint
+from fsdp_tp.parity import compare_curves
 from fsdp_tp.train import loop, main
 from fsdp_tp.train.config import parse
 from fsdp_tp.train.metrics import covered
@@ -52,18 +53,20 @@ def _losses(world_size, *arguments):
 
 
 def test_every_layout_gives_the_curve_of_one_process(tmp_path, text):
-    """fp32: six AdamW steps amplify the rounding of gradients (6e-8) to less than 1e-5 on the loss."""
     data = ["--data", text]
     expected = _losses(1, *data, "--output", tmp_path / "one")
     assert expected[-1] < expected[0] - 0.5
+    curves = []
     for name, world_size, options in (
         ("accumulated", 1, ["--micro-batch-size", 2]),
         ("eight", 8, EIGHT),
         ("all", 8, [*EIGHT, "--sequence-parallel", "--loss-parallel", "--activation-checkpointing", "full"]),
         ("replicas", 4, ["--hybrid-shard-degree", 1, "--micro-batch-size", 1]),
     ):
-        actual = _losses(world_size, *data, "--output", tmp_path / name, *options)
-        assert actual == pytest.approx(expected, rel=1e-5), name
+        _losses(world_size, *data, "--output", tmp_path / name, *options)
+        curves.append(tmp_path / name / "metrics.jsonl")
+    report = compare_curves(tmp_path / "one" / "metrics.jsonl", curves)
+    assert report.verdict == "equal", report.sentence()
 
 
 def test_bf16_learns_and_stays_near_fp32(tmp_path, text):
