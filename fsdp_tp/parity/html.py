@@ -105,6 +105,9 @@ def _remarks(level: LevelReport) -> Iterator[str]:
         elif result.comparison and len(result.comparison.loss_gaps) != len(level.losses):
             steps = f"{len(result.comparison.loss_gaps)} of {len(level.losses)}"
             yield f"{result.layout} was compared over {steps} steps of the reference"
+        if result.comparison and result.comparison.missing:
+            missing = result.comparison.missing
+            yield f"{result.layout}: {len(missing)} values of the reference were not compared, such as the {missing[0]}"
     if any(result.comparison and 0.0 in result.comparison.loss_gaps for result in level.results):
         yield "A gap of exactly 0 has no place on a log scale: it is drawn at the bottom, on the line marked 0"
     yield from level.notes

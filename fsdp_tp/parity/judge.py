@@ -72,6 +72,10 @@ the measurement."""
 MEGATRON_K, MEGATRON_C = 4.0, 1.03
 
 
+# What every run of a job has if the reference has it.
+_ALWAYS_THERE = (trace.LOSS, trace.GRADIENT, trace.NORM)
+
+
 @dataclass(frozen=True)
 class Blame:
     """The first event beyond its bound."""
@@ -112,6 +116,8 @@ class Comparison:
     modules: list[ModuleRow] = field(default_factory=list)
     beyond: str = ""
     """Where a gap was first beyond the bound of its level and explained by noise."""
+    missing: list[str] = field(default_factory=list)
+    """Events of the reference that this run lacks, or whose place in the whole its shape does not tell."""
     worst: float = 0.0
     """Largest ratio of a gap to what is allowed."""
 
@@ -167,6 +173,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
     verdict: Verdict = "equal"
     blame: Blame | None = None
     beyond, worst = "", 0.0
+    missing: dict[str, None] = {}
     rows = {path: ModuleRow(path) for path in _module_order(reference)}
     largest_gradient = 0.0
     for expected in reference.steps:
@@ -174,9 +181,12 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         if found is None:
             continue
         for event in in_causal_order(expected):
-            if event not in found.events:
-                continue
             stage, path = split_key(event)
+            if event not in found.events:
+                missing.setdefault(event)
+                if stage in _ALWAYS_THERE and _is_whole(found) and blame is None:
+                    verdict, blame = "different", _absent(expected.step, event)
+                continue
             distance = _distance(reference, event, found.events[event], expected.events[event])
             floor, rounding = bounds.of(stage, expected.step), noise.of(expected.step, event)
             bound = max(floor, bounds.noise_factor(stage, expected.step) * rounding)
@@ -206,6 +216,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         modules=list(rows.values()),
         beyond=beyond,
         worst=worst,
+        missing=list(missing),
     )
 
 
@@ -277,6 +288,12 @@ def _explained(step: int, event: str, distance: float, floor: float, rounding: f
     return f"from step {step} on, first {what}: relative gap {distance:.1e}{above}; rounding makes {rounding:.1e}"
 
 
+def _absent(step: int, event: str) -> Blame:
+    stage, path = split_key(event)
+    sentence = f"step {step}: this run has no {stage}{f' of {path}' if path else ''}, the reference has"
+    return Blame(step, stage, owner_of(path) if path else stage, math.inf, 0.0, sentence)
+
+
 def _consumer(reference: Trace, path: str) -> str:
     """Who reads the output of a module: the outermost module that takes it unchanged, or else the one around it."""
     readers = _readers(reference, path)
@@ -292,11 +309,17 @@ def _name(module: str) -> str:
     return module or "the model itself"
 
 
-def _extra_parameters(expected: Step, found: Step) -> list[str]:
-    def weights(step: Step) -> set[str]:
-        return {event for event in step.events if split_key(event)[0] == trace.WEIGHT}
+def _weights(step: Step) -> set[str]:
+    return {event for event in step.events if split_key(event)[0] == trace.WEIGHT}
 
-    return sorted(weights(expected) ^ weights(found)) if weights(expected) and weights(found) else []
+
+def _is_whole(step: Step) -> bool:
+    """Whether it is the record of a run, and not a line of a file with losses alone."""
+    return bool(_weights(step))
+
+
+def _extra_parameters(expected: Step, found: Step) -> list[str]:
+    return sorted(_weights(expected) ^ _weights(found)) if _is_whole(expected) and _is_whole(found) else []
 
 
 def _unknown_parameter(step: int, extra: Sequence[str]) -> Blame:

@@ -172,6 +172,8 @@ def compare_curves(reference: Path, curves: Sequence[Path], dtype: torch.dtype =
         found, other = trace.read(path)
         if job and other:
             _check_same_job(other, job, path)
+        if not {step.step for step in expected.trained} & {step.step for step in found["reference"].trained}:
+            raise ValueError(f"recorded curve {path} has no step in common with {reference}")
         result = Result(str(path), made.level)
         bounds, eps = BOUNDS[made.level], torch.finfo(dtype).eps
         _judge(result, expected, found["reference"], Noise(expected, noisy), bounds, eps)

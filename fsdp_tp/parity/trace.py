@@ -85,8 +85,7 @@ class Trace:
 
     def at(self, step: int) -> Step | None:
         """The record of one step."""
-        index = step - self.steps[0].step if self.steps else -1  # steps follow each other
-        return self.steps[index] if 0 <= index < len(self.steps) and self.steps[index].step == step else None
+        return next((each for each in self.steps if each.step == step), None)
 
     @property
     def trained(self) -> list[Step]:
@@ -140,7 +139,7 @@ def read(path: Path) -> tuple[dict[str, Trace], dict[str, Any]]:
     Raises:
         ValueError: not such a file, or cut off in the middle of a line.
     """
-    runs: dict[str, Trace] = {}
+    steps: dict[str, dict[int, Step]] = {}
     job: dict[str, Any] = {}
     shared: dict[str, Any] = {"layout": str(path)}
     try:
@@ -153,12 +152,14 @@ def read(path: Path) -> tuple[dict[str, Trace], dict[str, Any]]:
                 shared["layout"] = f"{path} ({values['layout']})"
                 shared["shapes"] = {event: tuple(shape) for event, shape in values["shapes"].items()}
                 continue
-            name = values.get("run", "reference")
-            runs.setdefault(name, Trace(**shared)).steps.append(_from_json(values))
+            step = _from_json(values)
+            # A run that was resumed may hold a step twice: the later line counts.
+            steps.setdefault(values.get("run", "reference"), {})[step.step] = step
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"recorded curve {path}: {what}") from None
-    if not runs.get("reference") or not runs["reference"].trained:
+    runs = {name: Trace(**shared, steps=[found[step] for step in sorted(found)]) for name, found in steps.items()}
+    if "reference" not in runs or not runs["reference"].trained:
         raise ValueError(f"recorded curve {path}: has no step")
     return runs, job
 

@@ -109,6 +109,16 @@ def test_a_parameter_that_only_one_run_has():
     assert (found.verdict, found.first_bad.module) == ("different", "tied")
 
 
+def test_a_gradient_that_never_came():
+    other = made()
+    for step in other.steps:
+        step.events.pop("gradient:b.in.weight", None)
+        step.events.pop("output:b.in", None)
+    found = compare(made(), other, Noise(made(), []), BOUNDS[2], 1e-7)
+    assert (found.verdict, found.first_bad.step, found.first_bad.module) == ("different", 1, "b.in")
+    assert found.missing == ["output:b.in", "gradient:b.in.weight"]
+
+
 def test_gaps():
     one = exact(1.0)[None]
     assert gap(one, one) == 0
@@ -135,6 +145,8 @@ def test_curves_survive_the_file(tmp_path):
     assert compare(runs["reference"], reference, Noise(reference, []), BOUNDS[4], 1e-7).verdict == "equal"
     assert runs["reference"].sources == reference.sources
     whole = (tmp_path / "curve.jsonl").read_text()
+    (tmp_path / "resumed.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 9}\n{"step": 2, "loss": 4}\n')
+    assert [step.loss for step in trace.read(tmp_path / "resumed.jsonl")[0]["reference"].steps] == [3, 4]
     for broken, sentence in (
         (whole[:-30], "line 9 is not JSON"),
         (whole.replace("parity curve 1", "parity curve 9"), "this version reads"),
