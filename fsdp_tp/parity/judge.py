@@ -95,8 +95,10 @@ class ModuleRow:
     module: str
     output_gap: float = 0.0
     output_noise: float = 0.0
+    output_control: float = 0.0
     gradient_gap: float = 0.0
     gradient_noise: float = 0.0
+    gradient_control: float = 0.0
     megatron_bound: float = math.nan
     bad_step: int | None = None
 
@@ -112,6 +114,8 @@ class Comparison:
     max_relative_gradient_gap: float
     noise: float
     """Largest relative gap of the loss that a perturbation by one machine epsilon makes."""
+    control: float
+    """The same of a run that sums one layer's features in another order."""
     first_bad: Blame | None
     modules: list[ModuleRow] = field(default_factory=list)
     beyond: str = ""
@@ -123,27 +127,37 @@ class Comparison:
 
 
 class Noise:
-    """What rounding does to each event, measured on runs of the reference that differ by rounding."""
+    """What rounding does to each event of a reference.
 
-    def __init__(self, reference: Trace, runs: Sequence[Trace]) -> None:
-        self._gaps: dict[tuple[int, str], float] = {}
-        self._numbers: dict[str, float] = {}
-        """Largest of any step, for the loss and the norm: single numbers often agree by chance."""
-        so_far: dict[str, float] = {}
-        for step in reference.trained:
-            others = [run.at(step.step) for run in runs]
-            for event in step.events:
-                largest = so_far.get(event, 0.0)
-                for other in others:
-                    if other is not None and event in other.events:
-                        largest = max(largest, gap(other.events[event], step.events[event]))
-                so_far[event] = self._gaps[step.step, event] = 0.0 if event.startswith(trace.BATCH) else largest
-        self._numbers = {event: so_far[event] for event in (key(trace.LOSS), key(trace.NORM)) if event in so_far}
+    Args:
+        perturbed: runs of the reference whose weights were perturbed by an epsilon.
+        control: a run of it that sums one layer's features in another order; for comparison only.
+    """
+
+    def __init__(self, reference: Trace, perturbed: Sequence[Trace], control: Trace | None = None) -> None:
+        self._noise = _largest_gaps(reference, perturbed)
+        self._control = _largest_gaps(reference, [control] if control else [])
 
     def of(self, step: int, event: str) -> float:
-        if event in self._numbers:
-            return self._numbers[event]
-        return self._gaps.get((step, event), 0.0)
+        return self._noise.get((step, event), 0.0)
+
+    def control_of(self, step: int, event: str) -> float:
+        return self._control.get((step, event), 0.0)
+
+
+def _largest_gaps(reference: Trace, runs: Sequence[Trace]) -> dict[tuple[int, str], float]:
+    """By step and event; at least as large as at any step before, and for the loss and the norm as at any step at
+    all: single numbers often agree by chance."""
+    found: dict[tuple[int, str], float] = {}
+    so_far: dict[str, float] = {}
+    for step in reference.trained:
+        others = [run.at(step.step) for run in runs]
+        for event in step.events:
+            gaps = [gap(other.events[event], step.events[event]) for other in others if other and event in other.events]
+            largest = max([so_far.get(event, 0.0), *gaps])
+            so_far[event] = found[step.step, event] = 0.0 if event.startswith(trace.BATCH) else largest
+    numbers = (key(trace.LOSS), key(trace.NORM))
+    return {(step, event): so_far[event] if event in numbers else value for (step, event), value in found.items()}
 
 
 def gap(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
@@ -200,7 +214,8 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
                 verdict, blame = "different", _blame(reference, expected.step, event, distance, bound)
             if stage == trace.GRADIENT:
                 largest_gradient = max(largest_gradient, distance)
-            _note(rows, stage, path, distance, rounding, expected.step if bad else None)
+            control = noise.control_of(expected.step, event)
+            _note(rows, stage, path, (distance, rounding, control), expected.step if bad else None)
         if blame is None and (extra := _extra_parameters(expected, found)):
             verdict, blame = "different", _unknown_parameter(expected.step, extra)
     _add_megatron(rows, reference, eps)
@@ -212,6 +227,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         max_relative_loss_gap=max(losses, default=math.nan),
         max_relative_gradient_gap=largest_gradient,
         noise=max((noise.of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
+        control=max((noise.control_of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
         first_bad=blame,
         modules=list(rows.values()),
         beyond=beyond,
@@ -329,16 +345,18 @@ def _unknown_parameter(step: int, extra: Sequence[str]) -> Blame:
 
 
 def _note(
-    rows: Mapping[str, ModuleRow], stage: str, path: str, distance: float, rounding: float, bad_step: int | None
+    rows: Mapping[str, ModuleRow], stage: str, path: str, gaps: tuple[float, float, float], bad_step: int | None
 ) -> None:
     module = owner_of(path) if stage in (trace.GRADIENT, trace.WEIGHT) else path.split("#")[0]
     row = rows.get(module)
     if row is None or stage in (trace.BATCH, trace.LOSS, trace.NORM, trace.INPUT):
         return
     if stage == trace.OUTPUT:
-        row.output_gap, row.output_noise = max(row.output_gap, distance), max(row.output_noise, rounding)
+        before = (row.output_gap, row.output_noise, row.output_control)
+        row.output_gap, row.output_noise, row.output_control = map(max, before, gaps)
     elif stage == trace.GRADIENT:
-        row.gradient_gap, row.gradient_noise = max(row.gradient_gap, distance), max(row.gradient_noise, rounding)
+        before = (row.gradient_gap, row.gradient_noise, row.gradient_control)
+        row.gradient_gap, row.gradient_noise, row.gradient_control = map(max, before, gaps)
     if bad_step is not None and row.bad_step is None:
         row.bad_step = bad_step
 

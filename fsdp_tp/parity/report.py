@@ -23,7 +23,7 @@ LEVELS = {
 
 @dataclass
 class Result:
-    """One layout at one level."""
+    """What was found of one layout at one level."""
 
     layout: str
     level: int
@@ -52,6 +52,11 @@ class Result:
     def noise(self) -> float | None:
         """Largest relative gap of the loss that a perturbation by one machine epsilon makes."""
         return self.comparison.noise if self.comparison else None
+
+    @property
+    def control(self) -> float | None:
+        """The same of a run that sums one layer's features in another order."""
+        return self.comparison.control if self.comparison else None
 
 
 @dataclass
@@ -122,6 +127,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "max_relative_loss_gap": _finite(result.max_relative_loss_gap),
                 "max_relative_gradient_gap": _finite(result.max_relative_gradient_gap),
                 "noise": _finite(result.noise),
+                "control": _finite(result.control),
                 "first_bad_step": result.first_bad_step,
                 "first_bad_module": result.first_bad_module,
                 "sentence": result.sentence,
@@ -139,7 +145,7 @@ def write_json(report: Report, path: Path) -> None:
 
 def table(report: Report) -> Table:
     """One row for each layout and level."""
-    made = Table("level", "layout", "verdict", "loss gap", "noise", "gradient gap", "first difference")
+    made = Table("level", "layout", "verdict", "loss gap", "noise", "control", "gradient gap", "first difference")
     for result in report.results:
         verdict = "did not finish" if result.verdict is None else result.verdict.replace("_", " ")
         color = {"equal": "green", "within_noise": "green"}.get(result.verdict or "", "red")
@@ -149,6 +155,7 @@ def table(report: Report) -> Table:
             f"[{color}]{verdict}[/]",
             number(result.max_relative_loss_gap),
             number(result.noise),
+            number(result.control),
             number(result.max_relative_gradient_gap),
             (result.error or "").splitlines()[-1][:200] if result.error else result.sentence,
         )

@@ -69,8 +69,7 @@ def compare_layouts(
     runs = _reference_runs(job, reference, layouts, workers, progress)
     if record is not None:
         trace.write(record, runs, _description(job))
-    expected, rest = runs["reference"], [run for name, run in runs.items() if name != "reference"]
-    noise = Noise(expected, rest)
+    expected, noise = runs["reference"], _noise(runs)
     bounds = BOUNDS[level]
     made = _level_report(level, expected, noise)
     if "control" in runs:
@@ -166,8 +165,8 @@ def compare_curves(reference: Path, curves: Sequence[Path], dtype: torch.dtype =
         ValueError: a file cannot be read, or they are of different jobs.
     """
     runs, job = trace.read(reference)
-    expected, noisy = runs["reference"], [run for name, run in runs.items() if name != "reference"]
-    made = _level_report(LEVEL_OF[dtype], expected, Noise(expected, noisy))
+    expected, noise = runs["reference"], _noise(runs)
+    made = _level_report(LEVEL_OF[dtype], expected, noise)
     for path in curves:
         found, other = trace.read(path)
         if job and other:
@@ -176,7 +175,7 @@ def compare_curves(reference: Path, curves: Sequence[Path], dtype: torch.dtype =
             raise ValueError(f"recorded curve {path} has no step in common with {reference}")
         result = Result(str(path), made.level)
         bounds, eps = BOUNDS[made.level], torch.finfo(dtype).eps
-        _judge(result, expected, found["reference"], Noise(expected, noisy), bounds, eps)
+        _judge(result, expected, found["reference"], noise, bounds, eps)
         made.results.append(result)
     return Report([made])
 
@@ -289,6 +288,11 @@ def _check_same_start(reference: Trace, perturbed: Trace, eps: float) -> None:
                         f"the job has other {what} on every run ({where}): draw them from torch's generator, which is "
                         "seeded before build_model, or from the step"
                     )
+
+
+def _noise(runs: Mapping[str, Trace]) -> Noise:
+    perturbed = [run for name, run in runs.items() if name.startswith("perturbed")]
+    return Noise(runs["reference"], perturbed, runs.get("control"))
 
 
 def _unlifted(reference: Trace) -> Iterable[str]:

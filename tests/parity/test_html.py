@@ -32,6 +32,7 @@ def _result(layout, losses, gaps, verdict, **values):
         max_relative_loss_gap=max(gaps),
         max_relative_gradient_gap=max(gaps),
         noise=1e-7,
+        control=5e-8,
         first_bad=None,
         modules=[ModuleRow(path, 1.25e-7, 2e-7, 3e-7, 4e-7, 5e-7) for path in MODULES],
     )
