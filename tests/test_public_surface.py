@@ -33,7 +33,7 @@ PARITY = {
     "Layout": "tensor shard replicate sequence_parallel loss_parallel activation_checkpointing compile micro_batches",
     "ParityError": "report",
     "RankError": "message sentence",
-    "Report": "levels",
+    "Report": "levels complete",
     "Result": "layout level verdict first_bad_step first_bad_module sentence comparison losses norms error misfit",
     "WorkerDied": "",
     "Workers": "collective_timeout call_timeout preload",

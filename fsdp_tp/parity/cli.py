@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import json
-import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
 
 from fsdp_tp.parity.html import write_html
 from fsdp_tp.parity.job import Job, adamw, language_model_loss, language_model_tokens, wrap
 from fsdp_tp.parity.layout import Layout
+from fsdp_tp.parity.level0 import check_types
 from fsdp_tp.parity.report import LevelReport, Report, table, write_json
-from fsdp_tp.parity.run import DTYPE_OF, check_types, compare_curves, compare_layouts
+from fsdp_tp.parity.run import DTYPE_OF, compare_curves, compare_layouts
+from fsdp_tp.parity.sources import find_data, find_model, load
 from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
 
 LAYOUTS = (
@@ -35,7 +32,6 @@ LAYOUTS = (
     "tensor=2,shard=2,replicate=2",
 )
 _QUICK_LAYOUTS, _QUICK_STEPS = 3, 10
-_BYTES = 256
 EXIT_USAGE, EXIT_DIED = 2, 3
 
 
@@ -53,7 +49,8 @@ class ParityConfig:
     reference: str = "one process"
     """What to compare with: one process that runs the plain model, or a layout."""
     levels: tuple[Literal[0, 1, 2, 3, 4], ...] = (2,)
-    """0: types, without running; 1: fp64; 2: fp32; 3: bf16; 4: each layout twice, for equal bits."""
+    """0: types, without running; 1: fp64; 2: fp32; 3: bf16; 4: each layout twice, for equal bits, at the
+    first of the levels 1 to 3, by default 2."""
     model: str = ""
     """module:function that returns the model, or a Hugging Face config.json or a directory with one;
     by default a Llama of 4.9 M parameters."""
@@ -63,6 +60,8 @@ class ParityConfig:
     loss: str = ""
     """module:function(model, batch, mesh, layout) that returns the loss summed over its tokens; by
     default that of a causal language model."""
+    token_count: str = ""
+    """module:function(batch) that returns the number of tokens that the loss function sums over."""
     loss_is_mean: bool = False
     """The loss function returns a mean already, whose average over ranks is the objective."""
     wrap: str = ""
@@ -103,7 +102,8 @@ class ParityConfig:
             raise ValueError("record and against exclude each other: a recorded curve is there already")
         if self.curves and self.against is None:
             raise ValueError("curves needs against: the recorded curve to compare with")
-        if self.against is not None and len(set(self.levels) & set(DTYPE_OF)) > 1:
+        one_file = self.against is not None or self.record is not None
+        if one_file and len(set(self.levels) & set(DTYPE_OF)) > 1:
             raise ValueError(f"levels={self.levels}: a recorded curve has one level; choose one of 1, 2, 3")
 
 
@@ -115,8 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (RankError, WorkerDied) as error:
-        print(f"error: the reference did not finish: {error}", file=sys.stderr)
+    except Exception as error:  # an exit status of 1 would say that a layout differs
+        if not isinstance(error, RankError | WorkerDied):
+            traceback.print_exc()
+        print(f"error: no comparison: {error}", file=sys.stderr)
         return EXIT_DIED
 
 
@@ -125,8 +127,9 @@ def run(config: ParityConfig) -> int:
     console = Console()
     if config.curves:
         assert config.against is not None
-        level = next((level for level in config.levels if level in DTYPE_OF), 2)
-        report = compare_curves(config.against, config.curves, DTYPE_OF[level])
+        # The default level is not a wish: a recorded file says which it has.
+        level = None if config.levels == ParityConfig.levels else config.levels[0]
+        report = compare_curves(config.against, config.curves, None if level is None else DTYPE_OF.get(level))
         _write(config, report)
         _show(console, config, report)
         return report.exit_code
@@ -135,7 +138,8 @@ def run(config: ParityConfig) -> int:
         config, layouts = replace(config, steps=min(config.steps, _QUICK_STEPS)), layouts[:_QUICK_LAYOUTS]
     reference = config.against or Layout.parse(config.reference)
     job = build_job(config)
-    report = Report()
+    report = Report(complete=False)
+    _write(config, report)  # a file of an earlier run must not pass for one of this run
     levels = sorted(set(config.levels) - {0, 4}) or ([2] if 4 in config.levels else [])
     with Workers(
         collective_timeout=config.timeout, call_timeout=config.timeout + 60, preload=["fsdp_tp.parity.cli", *_modules()]
@@ -155,6 +159,7 @@ def run(config: ParityConfig) -> int:
                     finished=functools.partial(_write_so_far, config, list(report.levels)),
                 )
             report.levels += found.levels
+    report.complete = True
     _write(config, report)
     _show(console, config, report)
     return report.exit_code
@@ -162,116 +167,19 @@ def run(config: ParityConfig) -> int:
 
 def build_job(config: ParityConfig) -> Job:
     """Raises ValueError: a function or file that cannot be found or used."""
-    build_model, vocabulary = _model(config)
+    build_model, vocabulary = find_model(config.model, config.sequence_length)
+    tokens = load(config.token_count, "token_count") if config.token_count else language_model_tokens
     return Job(
         build_model=build_model,
-        batches=_data(config, vocabulary),
+        batches=find_data(config.data, (config.global_batch_size, config.sequence_length + 1), config.seed, vocabulary),
         steps=config.steps,
         loss=load(config.loss, "loss") if config.loss else language_model_loss,
-        token_count=None if config.loss_is_mean else language_model_tokens,
+        token_count=None if config.loss_is_mean else tokens,
         wrap=load(config.wrap, "wrap") if config.wrap else wrap,
         optimizer=load(config.optimizer, "optimizer") if config.optimizer else adamw,
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,
     )
-
-
-def load(name: str, setting: str) -> Any:
-    """The object behind ``module:name``, also of a module in the working directory."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(f"{setting}={name!r} must be module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{setting}={name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{setting}={name!r} must be a function, not a {type(found).__name__}")
-    return found
-
-
-def _model(config: ParityConfig) -> tuple[Callable[[], nn.Module], int | None]:
-    """The function that builds the model, and its vocabulary where that is known."""
-    if ":" in config.model:
-        return load(config.model, "model"), None
-    values: dict[str, Any]
-    if config.model:
-        path = Path(config.model)
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            values = json.loads(file.read_text())
-            vocabulary = int(values["vocab_size"])
-            values["model_type"]
-        except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
-            raise ValueError(f"model={config.model} is not module:function and not a config.json: {error}") from None
-        except KeyError as error:
-            raise ValueError(f"model={config.model} has no {error}") from None
-    else:
-        vocabulary = _BYTES
-        values = {
-            "model_type": "llama",
-            "vocab_size": vocabulary,
-            "hidden_size": 320,
-            "intermediate_size": 896,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": config.sequence_length,
-        }
-    build = functools.partial(hugging_face, json.dumps(values))
-    try:
-        build()
-    except Exception as error:  # configurations are checked by libraries with exceptions of their own
-        raise ValueError(f"model={config.model or 'llama'} cannot be built: {error}") from error
-    return build, vocabulary
-
-
-def hugging_face(config: str) -> nn.Module:
-    """A causal language model on the meta device, from a config in JSON."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = json.loads(config)
-    made = AutoConfig.for_model(values.pop("model_type"), **values)
-    made.use_cache = False
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(made)
-    return model
-
-
-def _data(config: ParityConfig, vocabulary: int | None) -> Callable[[int], Any]:
-    shape = (config.global_batch_size, config.sequence_length + 1)
-    if ":" in config.data and not Path(config.data).exists():
-        found: Callable[[int], Any] = load(config.data, "data")
-        return found
-    if not config.data:
-        return functools.partial(counting, shape, vocabulary or _BYTES, config.seed)
-    path = Path(config.data)
-    try:
-        tokens = np.load(path).reshape(-1) if path.suffix == ".npy" else np.frombuffer(path.read_bytes(), np.uint8)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data={path} cannot be read: {error}") from None
-    if len(tokens) < shape[0] * shape[1]:
-        raise ValueError(f"data={path} holds {len(tokens)} tokens, fewer than the {shape[0] * shape[1]} of one batch")
-    if vocabulary is not None and int(tokens.max()) >= vocabulary:
-        raise ValueError(f"data={path} has the token {tokens.max()}; the model's vocab_size is {vocabulary}")
-    return functools.partial(windows, torch.from_numpy(tokens.astype(np.int64)), shape)
-
-
-def counting(shape: tuple[int, int], vocabulary: int, seed: int, step: int) -> Tensor:
-    """Rows that count up by a step of their own, from a start of their own: something to learn."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    first = torch.randint(0, vocabulary, (shape[0], 1), generator=generator)
-    stride = torch.randint(1, 4, (shape[0], 1), generator=generator)
-    return (first + stride * torch.arange(shape[1])) % vocabulary
-
-
-def windows(tokens: Tensor, shape: tuple[int, int], step: int) -> Tensor:
-    """The next rows of ``tokens``, from the start again when they end."""
-    rows = len(tokens) // shape[1]
-    index = (torch.arange(shape[0]) + (step - 1) * shape[0]) % rows
-    return tokens[: rows * shape[1]].view(rows, shape[1])[index]
 
 
 def _modules() -> list[str]:
@@ -297,7 +205,7 @@ def _bar(progress: Progress) -> Callable[[str, int, int], None]:
 
 
 def _write_so_far(config: ParityConfig, done: list[LevelReport], found: Report) -> None:
-    _write(config, Report([*done, *found.levels]))
+    _write(config, Report([*done, *found.levels], complete=False))
 
 
 def _write(config: ParityConfig, report: Report) -> None:
@@ -310,12 +218,12 @@ def _write(config: ParityConfig, report: Report) -> None:
 def _show(console: Console, config: ParityConfig, report: Report) -> None:
     for level in report.levels:
         for note in level.notes:
-            console.print(f"level {level.level}: {note}", highlight=False)
+            console.print(f"level {level.level}: {note}", highlight=False, markup=False)
     if report.results:
         console.print(table(report))
     for line in report.sentence().splitlines():
         console.print(line, highlight=False, markup=False)
     if config.record is not None:
-        console.print(f"recorded: {config.record}")
+        console.print(f"recorded: {config.record}", markup=False)
     if config.html is not None:
-        console.print(f"report: {config.html}")
+        console.print(f"report: {config.html}", markup=False)

@@ -23,6 +23,7 @@ _WORDS = {
     "within_noise": "within noise",
     "different": "different",
     "unfinished": "did not finish",
+    "unchecked": "not checked",
     "nothing": "nothing compared",
 }
 
@@ -57,16 +58,16 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def _kind(result: Result) -> str:
-    return result.verdict or "unfinished"
+    return result.verdict or ("unfinished" if result.error else "unchecked")
 
 
 def _overall(report: Report) -> str:
     """As the exit status: a difference weighs more than a run that failed, and that more than what is well."""
     if report.verdict == "different":
         return "different"
-    if report.errors:
+    if report.errors or not report.complete:
         return "unfinished"
-    return report.verdict if report.results else "nothing"
+    return report.verdict or "nothing"
 
 
 def _sentence(report: Report) -> str:
@@ -102,12 +103,9 @@ def _remarks(level: LevelReport) -> Iterator[str]:
     for result in level.results:
         if level.losses and result.comparison is None:
             yield f"{result.layout} is not in the charts: it did not finish"
-        elif result.comparison and len(result.comparison.loss_gaps) != len(level.losses):
-            steps = f"{len(result.comparison.loss_gaps)} of {len(level.losses)}"
+        elif result.comparison and result.comparison.steps < result.comparison.of_steps:
+            steps = f"{result.comparison.steps} of {result.comparison.of_steps}"
             yield f"{result.layout} was compared over {steps} steps of the reference"
-        if result.comparison and result.comparison.missing:
-            missing = result.comparison.missing
-            yield f"{result.layout}: {len(missing)} values of the reference were not compared, such as the {missing[0]}"
     if any(result.comparison and 0.0 in result.comparison.loss_gaps for result in level.results):
         yield "A gap of exactly 0 has no place on a log scale: it is drawn at the bottom, on the line marked 0"
     yield from level.notes

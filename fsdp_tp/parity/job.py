@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdp_tp
-from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks
@@ -42,7 +42,7 @@ def language_model_loss(model: nn.Module, batch: Batch, mesh: ParallelMesh, layo
         output = model(inputs)
     else:
         output = model(**{name: value for name, value in batch.items() if name != "labels"})
-        targets = batch.get("labels", batch["input_ids"])[:, 1:]
+        targets = _labels(batch)[:, 1:]
     logits: Tensor = getattr(output, "logits", output)
     logits = logits[:, : targets.shape[1]]
     if layout.loss_parallel:
@@ -55,7 +55,11 @@ def language_model_tokens(batch: Batch) -> int:
     """How many tokens :func:`language_model_loss` sums over."""
     if isinstance(batch, Tensor):
         return batch[:, 1:].numel()
-    return int((batch.get("labels", batch["input_ids"])[:, 1:] != -100).sum())
+    return int((_labels(batch)[:, 1:] != -100).sum())
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    return batch["labels"] if "labels" in batch else batch["input_ids"]
 
 
 def adamw(model: nn.Module, mesh: ParallelMesh) -> torch.optim.Optimizer:
@@ -111,7 +115,7 @@ class Role:
 
     layout: Layout
     plain: bool = False
-    """One process with torch's own functions only, nothing of this library: the reference."""
+    """One process that trains with torch's own functions only, none of this library's: the reference."""
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """Of the activations of one process; None where this run is to find them out."""
     perturbation: int | None = None
@@ -135,27 +139,29 @@ class Facts:
 
 def run(job: Job, role: Role) -> Generator[trace.RankStep, None, Facts]:
     """Trains on this rank, and yields what it saw of each step; first of step 0, the initial weights."""
-    if torch.cuda.is_available():
-        use_deterministic_algorithms()
     mesh = fsdp_tp.init_mesh(config=role.layout.parallel)
     model = _build(job, role, mesh)
     optimizer = job.optimizer(model, mesh)
     lifting = LiftedCasts(model) if job.dtype == torch.float64 else None
     reordered = noise.reorder_a_sum(model) if role.reordered else None
     for number, path in enumerate(role.disturbed):
-        noise.perturb_output(model.get_submodule(path), torch.finfo(torch.float32).eps, seed=number)
+        seed = len(role.disturbed) * (role.perturbation or 0) + number
+        noise.perturb_output(model.get_submodule(path), torch.finfo(torch.float32).eps, seed=seed)
     observer = Observer(model, mesh, dist.get_rank(), role.shapes)
     observer.parameters(trace.WEIGHT)
     yield trace.RankStep(0, math.nan, math.nan, *observer.take(), 0)
     for step in range(1, job.steps + 1):
         batch = job.batch(step)
         observer.batch([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)])
+        if role.perturbation is not None:
+            batch = noise.perturb_tensors(batch, torch.finfo(job.dtype).eps, seed=role.perturbation)
         batch = tree_map(lambda leaf: leaf.to(mesh.device) if isinstance(leaf, Tensor) else leaf, batch)
         with lifting or contextlib.nullcontext():
             loss = _accumulate(job, role, model, batch, mesh, observer)
         observer.parameters(trace.GRADIENT)
         clip = torch.nn.utils.clip_grad_norm_ if role.plain else job.clip
         norm = clip(model.parameters(), job.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         optimizer.step()
         optimizer.zero_grad()
         observer.parameters(trace.WEIGHT)
@@ -172,7 +178,7 @@ def run(job: Job, role: Role) -> Generator[trace.RankStep, None, Facts]:
 def draws_random_numbers(job: Job, layout: Layout) -> tuple[float, float, list[str]]:
     """Losses of two forwards of one batch with different seeds, and the model's dropout modules."""
     mesh = fsdp_tp.init_mesh(config=layout.parallel)
-    model = _build(job, Role(layout=layout), mesh)
+    model = _build(job, Role(layout=layout, plain=layout == Layout()), mesh)
     size = job.batch(1)
     losses = []
     for seed in (1, 2):
@@ -189,17 +195,20 @@ def draws_random_numbers(job: Job, layout: Layout) -> tuple[float, float, list[s
 def _build(job: Job, role: Role, mesh: ParallelMesh) -> nn.Module:
     torch.manual_seed(job.seed)
     model = job.build_model()
+    policy = MixedPrecisionPolicy()
     if job.dtype == torch.float64:
         model = model.double()
+    if job.dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if role.plain:
         if any(parameter.is_meta for parameter in model.parameters()):
             materialize(model, mesh.device)
             initialize(model, seed=job.seed)
         model.to(mesh.device)
+        if job.dtype == torch.bfloat16:  # torch's own mixed precision, on a mesh of one rank
+            for module in (*find_blocks(model).values(), model):
+                fully_shard(module, mesh=mesh.shard, mp_policy=policy)
     else:
-        policy = MixedPrecisionPolicy()
-        if job.dtype == torch.bfloat16:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = job.wrap(model, mesh, role.layout, policy, job.seed)
     if role.perturbation is not None:
         noise.perturb(model, torch.finfo(job.dtype).eps, seed=role.perturbation, device=mesh.device)
@@ -253,7 +262,7 @@ def _bits(model: nn.Module) -> int:
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter).detach().contiguous()
         if local.numel():
-            words = local.view(torch.int16 if local.element_size() == 2 else torch.int32).flatten()
+            words = local.reshape(-1).view(torch.int16 if local.element_size() == 2 else torch.int32)
             # Weighted by position, so that exchanged elements do not go unnoticed.
             weights = torch.arange(1, len(words) + 1, device=words.device)
             total = (total * 31 + int((words * weights).sum())) & (2**63 - 1)

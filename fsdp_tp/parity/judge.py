@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_tp.parity import trace
+from fsdp_tp.parity.blame import (
+    Blame,
+    absent,
+    blame,
+    described,
+    explained,
+    in_causal_order,
+    owner_of,
+    readers,
+    unknown_parameter,
+)
 from fsdp_tp.parity.trace import Step, Trace, key, split_key
 
 Verdict = Literal["equal", "within_noise", "different"]
@@ -28,6 +39,10 @@ class Bounds:
 
     drift_factor: float
     """Like :data:`NOISE_FACTOR`, for tensors once weights drift."""
+    exact: bool = False
+    """Nothing counts as rounding."""
+    least: float = 0.0
+    """A gap up to this is rounding, even of a tensor that no perturbation reaches; it does not count as equal."""
 
     def of(self, stage: str, step: int) -> float:
         if stage == trace.BATCH or step == 0:
@@ -57,8 +72,8 @@ def _drifts(stage: str, step: int) -> bool:
 BOUNDS = {
     1: Bounds(curve=1e-10, tensors=1e-10, drift_factor=16),
     2: Bounds(curve=1e-5, tensors=1e-6, drift_factor=16),
-    3: Bounds(curve=0.0, tensors=0.0, drift_factor=4),
-    4: Bounds(curve=0.0, tensors=0.0, drift_factor=4),
+    3: Bounds(curve=0.0, tensors=0.0, drift_factor=4, least=2**-8),
+    4: Bounds(curve=0.0, tensors=0.0, drift_factor=4, exact=True),
 }
 
 SAME = 1e-12
@@ -68,24 +83,17 @@ NOISE_FACTOR = 4.0
 """How far beyond the largest of the measured perturbations an equal run may be; docs/lab_book.md has
 the measurement."""
 
+_MOST_NOISE, _MOST_BOUND = 0.5, 0.9  # a tensor of zeros, or an update that did not happen, has a gap of 1
+_EPS_FP32 = 2.0**-23
+_FIRST_STEPS = 10  # whose noise in the loss and the norm counts for each of them
+
 # Of the bound that Megatron-LM holds gradients of layer l of L to: k * C^(L + 1 - l) * eps.
 MEGATRON_K, MEGATRON_C = 4.0, 1.03
 
 
+_ACTIVATIONS = (trace.INPUT, trace.OUTPUT, trace.OUTPUT_GRADIENT)
 # What every run of a job has if the reference has it.
 _ALWAYS_THERE = (trace.LOSS, trace.GRADIENT, trace.NORM)
-
-
-@dataclass(frozen=True)
-class Blame:
-    """The first event beyond its bound."""
-
-    step: int
-    stage: str
-    module: str
-    gap: float
-    bound: float
-    sentence: str
 
 
 @dataclass
@@ -93,10 +101,11 @@ class ModuleRow:
     """Largest gaps of one module over all steps."""
 
     module: str
-    output_gap: float = 0.0
+    output_gap: float = math.nan
+    """nan: not compared."""
     output_noise: float = 0.0
     output_control: float = 0.0
-    gradient_gap: float = 0.0
+    gradient_gap: float = math.nan
     gradient_noise: float = 0.0
     gradient_control: float = 0.0
     megatron_bound: float = math.nan
@@ -122,8 +131,24 @@ class Comparison:
     """Where a gap was first beyond the bound of its level and explained by noise."""
     missing: list[str] = field(default_factory=list)
     """Events of the reference that this run lacks, or whose place in the whole its shape does not tell."""
+    unjudged: list[str] = field(default_factory=list)
+    """Events in which rounding alone makes a difference as large as the value."""
+    steps: int = 0
+    """Steps that were compared, of ``of_steps`` of the reference."""
+    of_steps: int = 0
     worst: float = 0.0
     """Largest ratio of a gap to what is allowed."""
+
+    def sentence(self) -> str:
+        """Why the verdict is what it is, and what it does not cover; empty if all is equal and compared."""
+        parts = [self.first_bad.sentence if self.first_bad else self.beyond]
+        if self.steps < self.of_steps:
+            parts.append(f"compared over {self.steps} of {self.of_steps} steps")
+        if self.missing:
+            parts.append(f"{len(self.missing)} values could not be compared, such as the {described(self.missing[0])}")
+        if self.unjudged:
+            parts.append(f"{len(self.unjudged)} values are rounding alone, such as the {described(self.unjudged[0])}")
+        return "; ".join(filter(None, parts))
 
 
 class Noise:
@@ -146,18 +171,26 @@ class Noise:
 
 
 def _largest_gaps(reference: Trace, runs: Sequence[Trace]) -> dict[tuple[int, str], float]:
-    """By step and event; at least as large as at any step before, and for the loss and the norm as at any step at
-    all: single numbers often agree by chance."""
+    """By step and event: at least as large as at any step before, and as in the first steps, since single numbers
+    often agree by chance."""
     found: dict[tuple[int, str], float] = {}
     so_far: dict[str, float] = {}
+    others = {step.step: [run.at(step.step) for run in runs] for step in reference.trained}
     for step in reference.trained:
-        others = [run.at(step.step) for run in runs]
         for event in step.events:
-            gaps = [gap(other.events[event], step.events[event]) for other in others if other and event in other.events]
-            largest = max([so_far.get(event, 0.0), *gaps])
-            so_far[event] = found[step.step, event] = 0.0 if event.startswith(trace.BATCH) else largest
-    numbers = (key(trace.LOSS), key(trace.NORM))
-    return {(step, event): so_far[event] if event in numbers else value for (step, event), value in found.items()}
+            gaps = [
+                gap(other.events[event], step.events[event])
+                for other in others[step.step]
+                if other is not None and event in other.events
+            ]
+            so_far[event] = max([so_far.get(event, 0.0), *gaps])
+            found[step.step, event] = 0.0 if event.startswith(trace.BATCH) else so_far[event]
+    for event in (key(trace.LOSS), key(trace.NORM)):
+        first = [found[step.step, event] for step in reference.trained[:_FIRST_STEPS] if event in step.events]
+        for step in reference.trained[:_FIRST_STEPS]:
+            if event in step.events:
+                found[step.step, event] = max(first)
+    return found
 
 
 def gap(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
@@ -175,7 +208,7 @@ def gap(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
 def _distance(reference: Trace, event: str, actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
     stage, path = split_key(event)
     distance = gap(actual, expected)
-    if stage == trace.OUTPUT_GRADIENT and len(actual) > 1 and not _readers(reference, path):
+    if stage == trace.OUTPUT_GRADIENT and len(actual) > 1 and not readers(reference, path):
         # Used by code that this module stands in, whose other layers may be split: then each rank has a part
         # of the gradient, and whether it is summed shows in the gradients of this module's weights.
         distance = min(distance, gap(actual.sum(0, keepdims=True), expected))
@@ -185,9 +218,10 @@ def _distance(reference: Trace, event: str, actual: NDArray[np.float64], expecte
 def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: float) -> Comparison:
     """Judges ``actual``, step by step and in each step in the order of cause and effect."""
     verdict: Verdict = "equal"
-    blame: Blame | None = None
+    first: Blame | None = None
     beyond, worst = "", 0.0
     missing: dict[str, None] = {}
+    unjudged: dict[str, None] = {}
     rows = {path: ModuleRow(path) for path in _module_order(reference)}
     largest_gradient = 0.0
     for expected in reference.steps:
@@ -198,26 +232,34 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
             stage, path = split_key(event)
             if event not in found.events:
                 missing.setdefault(event)
-                if stage in _ALWAYS_THERE and _is_whole(found) and blame is None:
-                    verdict, blame = "different", _absent(expected.step, event)
+                if stage in _ALWAYS_THERE and _is_whole(found) and first is None:
+                    verdict, first = "different", absent(expected.step, event)
                 continue
             distance = _distance(reference, event, found.events[event], expected.events[event])
             floor, rounding = bounds.of(stage, expected.step), noise.of(expected.step, event)
             bound = max(floor, bounds.noise_factor(stage, expected.step) * rounding)
+            if rounding > _MOST_NOISE:  # of a tensor that is zero but for rounding; what follows from it is judged
+                unjudged.setdefault(event)
+                continue
+            if stage in _ACTIVATIONS:
+                bound = max(bound, bounds.least)
+            if stage == trace.WEIGHT and expected.step > 0 and not bounds.exact:
+                bound = max(bound, _rounding_of_storage(reference, expected, event, eps))
+            bound = min(bound, _MOST_BOUND)
             if distance > floor and not bounds.judges_by_noise(stage, expected.step):
                 verdict = "within_noise" if verdict == "equal" else verdict
-                beyond = beyond or _explained(expected.step, event, distance, floor, rounding)
+                beyond = beyond or explained(expected.step, event, distance, floor, rounding)
             if bound > 0:
                 worst = max(worst, distance / bound)
             bad = distance > bound
-            if bad and blame is None:
-                verdict, blame = "different", _blame(reference, expected.step, event, distance, bound)
+            if bad and first is None:
+                verdict, first = "different", blame(reference, expected.step, event, distance, bound)
             if stage == trace.GRADIENT:
                 largest_gradient = max(largest_gradient, distance)
             control = noise.control_of(expected.step, event)
             _note(rows, stage, path, (distance, rounding, control), expected.step if bad else None)
-        if blame is None and (extra := _extra_parameters(expected, found)):
-            verdict, blame = "different", _unknown_parameter(expected.step, extra)
+        if first is None and (extra := _extra_parameters(expected, found)):
+            verdict, first = "different", unknown_parameter(expected.step, extra)
     _add_megatron(rows, reference, eps)
     losses = _gaps_of(reference, actual, key(trace.LOSS))
     return Comparison(
@@ -228,101 +270,24 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         max_relative_gradient_gap=largest_gradient,
         noise=max((noise.of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
         control=max((noise.control_of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
-        first_bad=blame,
+        first_bad=first,
         modules=list(rows.values()),
         beyond=beyond,
         worst=worst,
         missing=list(missing),
+        unjudged=list(unjudged),
+        steps=sum(actual.at(step.step) is not None for step in reference.trained),
+        of_steps=len(reference.trained),
     )
 
 
-def in_causal_order(step: Step) -> Iterator[str]:
-    """A step's events as one leads to another: batch, forward, loss, backward with the gradients of the
-    parameters that each module gets then, gradient norm, weights."""
-    by_stage: dict[str, list[str]] = {}
-    for event in step.events:
-        by_stage.setdefault(split_key(event)[0], []).append(event)
-    yield from by_stage.get(trace.BATCH, [])
-    yield from (event for event in step.events if split_key(event)[0] in (trace.INPUT, trace.OUTPUT))
-    yield from by_stage.get(trace.LOSS, [])
-    gradients = by_stage.get(trace.GRADIENT, [])
-    owners: dict[str, list[str]] = {}
-    for event in gradients:
-        owners.setdefault(owner_of(split_key(event)[1]), []).append(event)
-    for event in by_stage.get(trace.OUTPUT_GRADIENT, []):
-        yield event
-        yield from owners.pop(split_key(event)[1].split("#")[0], [])
-    for rest in owners.values():
-        yield from rest
-    yield from by_stage.get(trace.NORM, [])
-    yield from by_stage.get(trace.WEIGHT, [])
-
-
-def owner_of(parameter: str) -> str:
-    """The path of the module that has it."""
-    return parameter.rpartition(".")[0]
-
-
-def _blame(reference: Trace, step: int, event: str, distance: float, bound: float) -> Blame:
-    stage, path = split_key(event)
-    module = path.split("#")[0]
-    numbers = f"relative gap {distance:.1e}, bound {bound:.1e}"
-    if stage == trace.BATCH:
-        sentence = "the batches differ, so the runs cannot be compared"
-        module = "batch"
-    elif stage == trace.INPUT:
-        module = module.rpartition(".")[0]
-        sentence = f"what {_name(module)} computes for {path} differs, while everything before it agrees ({numbers})"
-    elif stage == trace.OUTPUT:
-        sentence = f"the output of {_name(module)} differs, while everything before it agrees ({numbers})"
-    elif stage == trace.LOSS:
-        module = "loss"
-        sentence = f"the loss differs, while all outputs of modules agree ({numbers})"
-    elif stage == trace.OUTPUT_GRADIENT:
-        module = _consumer(reference, path)
-        sentence = f"the gradient that {_name(module)} gives to the output of {_name(path)} differs, while the forward "
-        sentence += f"and everything later in the model agree ({numbers})"
-    elif stage == trace.GRADIENT:
-        module = owner_of(path)
-        sentence = f"the gradient of {path} differs, while that of its module's output agrees ({numbers})"
-    elif stage == trace.NORM:
-        module = "gradient norm"
-        sentence = f"the gradient norm differs, while all gradients agree ({numbers})"
-    elif step == 0:
-        module = owner_of(path)
-        sentence = f"the initial value of {path} differs ({numbers})"
-    else:
-        module = owner_of(path)
-        sentence = f"{path} differs after the optimizer step, while all gradients agree ({numbers})"
-    return Blame(step, stage, module, distance, bound, f"step {step}: {sentence}")
-
-
-def _explained(step: int, event: str, distance: float, floor: float, rounding: float) -> str:
-    stage, path = split_key(event)
-    what = f"the {stage}{f' of {path}' if path else ''}"
-    above = f", above {floor:.0e}" if floor else ""
-    return f"from step {step} on, first {what}: relative gap {distance:.1e}{above}; rounding makes {rounding:.1e}"
-
-
-def _absent(step: int, event: str) -> Blame:
-    stage, path = split_key(event)
-    sentence = f"step {step}: this run has no {stage}{f' of {path}' if path else ''}, the reference has"
-    return Blame(step, stage, owner_of(path) if path else stage, math.inf, 0.0, sentence)
-
-
-def _consumer(reference: Trace, path: str) -> str:
-    """Who reads the output of a module: the outermost module that takes it unchanged, or else the one around it."""
-    readers = _readers(reference, path)
-    return min(readers, key=lambda reader: reader.count(".")) if readers else path.split("#")[0].rpartition(".")[0]
-
-
-def _readers(reference: Trace, path: str) -> list[str]:
-    output = key(trace.OUTPUT, path)
-    return [split_key(event)[1].split("#")[0] for event, source in reference.sources.items() if source == output]
-
-
-def _name(module: str) -> str:
-    return module or "the model itself"
+def _rounding_of_storage(reference: Trace, step: Step, event: str, eps: float) -> float:
+    """What an ulp of the stored weights, fp32 or wider, is of what the optimizer has added to them."""
+    start = reference.at(0)
+    if start is None or event not in start.events:
+        return 0.0
+    weight, update = (math.sqrt(each.events[event][0, -1]) for each in (start, step))
+    return min(eps, _EPS_FP32) * weight / update if update > 0 else 0.0
 
 
 def _weights(step: Step) -> set[str]:
@@ -338,12 +303,6 @@ def _extra_parameters(expected: Step, found: Step) -> list[str]:
     return sorted(_weights(expected) ^ _weights(found)) if _is_whole(expected) and _is_whole(found) else []
 
 
-def _unknown_parameter(step: int, extra: Sequence[str]) -> Blame:
-    names = ", ".join(split_key(event)[1] for event in extra[:3])
-    sentence = f"step {step}: only one of the two runs has the parameter {names} (a tied weight that was untied?)"
-    return Blame(step, trace.WEIGHT, owner_of(split_key(extra[0])[1]), math.inf, 0.0, sentence)
-
-
 def _note(
     rows: Mapping[str, ModuleRow], stage: str, path: str, gaps: tuple[float, float, float], bad_step: int | None
 ) -> None:
@@ -353,12 +312,16 @@ def _note(
         return
     if stage == trace.OUTPUT:
         before = (row.output_gap, row.output_noise, row.output_control)
-        row.output_gap, row.output_noise, row.output_control = map(max, before, gaps)
+        row.output_gap, row.output_noise, row.output_control = map(_larger, before, gaps)
     elif stage == trace.GRADIENT:
         before = (row.gradient_gap, row.gradient_noise, row.gradient_control)
-        row.gradient_gap, row.gradient_noise, row.gradient_control = map(max, before, gaps)
+        row.gradient_gap, row.gradient_noise, row.gradient_control = map(_larger, before, gaps)
     if bad_step is not None and row.bad_step is None:
         row.bad_step = bad_step
+
+
+def _larger(before: float, now: float) -> float:
+    return now if math.isnan(before) else max(before, now)
 
 
 def _module_order(reference: Trace) -> list[str]:

@@ -9,10 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from fsdp_tp.initialize import own_part
+from fsdp_tp.layers.front import put_in_front
 from fsdp_tp.modules import find_blocks
 from fsdp_tp.parity.sketch import Sketcher
+
+# Another stretch of the signs for every tensor and seed; just a prime.
+_STRETCH = 7919
 
 
 @torch.no_grad()
@@ -24,31 +30,28 @@ def perturb(model: nn.Module, eps: float, *, seed: int, device: torch.device) ->
     """
     sketcher = Sketcher(device)
     for number, parameter in enumerate(model.parameters()):
-        # Another stretch of the signs for every parameter and seed; 7919 is just a prime.
-        offset = 7919 * (seed + 1) * (number + 1)
+        offset = _STRETCH * (seed + 1) * (number + 1)
         signs = sketcher.signs(offset + parameter.numel())[offset:].view(parameter.shape)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         local.mul_(1 + eps * own_part(signs, parameter))
 
 
 def perturb_output(module: nn.Module, eps: float, *, seed: int) -> None:
-    """The same for what ``module`` returns, whenever it runs."""
-    sketcher: Sketcher | None = None
+    """The same for all that ``module`` returns, whenever it runs."""
+    module.register_forward_hook(lambda module, args, output: perturb_tensors(output, eps, seed=seed))
 
-    def disturb(tensor: Tensor) -> Tensor:
-        nonlocal sketcher
-        sketcher = sketcher or Sketcher(tensor.device)
-        signs = sketcher.signs(seed * 7919 + tensor.numel())[seed * 7919 :].view(tensor.shape)
-        return tensor * (1 + eps * signs)
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return disturb(output)
-        if isinstance(output, tuple) and all(isinstance(each, Tensor) for each in output):
-            return tuple(disturb(each) for each in output)
-        return output
+def perturb_tensors(values: Any, eps: float, *, seed: int) -> Any:
+    """The same for all floating-point tensors in ``values``, which are not changed."""
 
-    module.register_forward_hook(hook)
+    def disturb(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        offset = _STRETCH * (seed + 1)
+        signs = Sketcher(value.device).signs(offset + value.numel())[offset:]
+        return value * (1 + eps * signs.view(value.shape)).to(value.dtype)
+
+    return tree_map(disturb, values)
 
 
 def reorder_a_sum(model: nn.Module) -> str | None:
@@ -63,15 +66,23 @@ def reorder_a_sum(model: nn.Module) -> str | None:
     if not candidates:
         return None
     path = candidates[len(candidates) // 2]
-
-    def hook(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        order = torch.arange(module.in_features - 1, -1, -1, device=output.device)
-        weight = module.weight.to(output.dtype)
-        bias = None if module.bias is None else module.bias.to(output.dtype)
-        return F.linear(args[0].to(output.dtype)[..., order], weight[:, order], bias)
-
-    model.get_submodule(path).register_forward_hook(hook)
+    put_in_front(model.get_submodule(path), _Reordered)
     return path
+
+
+class _Reordered:
+    """In front of a linear layer, split or not: whatever its forward does around the product stays."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _ReversedFeatures():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _ReversedFeatures(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = (args[0].flip(-1), args[1].flip(-1), *args[2:])
+        return func(*args, **(kwargs or {}))
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,5 +1,8 @@
 """Sketches what every module of a model reads, returns and gets as gradient, on every rank, in
-the coordinates of the whole tensors that one process would have."""
+the coordinates of the whole tensors that one process would have.
+
+Of several arguments or results the first floating-point tensor counts.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ def locate(
 
     Dim 0 may be the rows of this rank; one other dim may be split over the tensor axis, evenly or
     as ``torch.chunk`` does, also into fewer parts than there are ranks (kv heads that neighbouring
-    ranks share). Everything else must be whole. None where that does not explain the shape.
+    ranks share). Everything else must be whole. None where that does not explain the shape, or
+    something else could: a split second dim may be the rows of a model that puts them there.
     """
     if len(local) != len(whole) or 0 in local:
         return None
@@ -63,7 +67,8 @@ def locate(
             data_replica = data_rank
         if part == size:
             continue
-        if split_over_tensor:
+        rows_may_be_here = data_replica is not None and rows.count < rows.total
+        if dim == 0 or split_over_tensor or rows_may_be_here:
             return None
         split_over_tensor = True
         pieces = size // part if size % part == 0 else 0
@@ -113,9 +118,9 @@ class Observer:
 
     def batch(self, tensors: Sequence[Tensor]) -> None:
         """Notes the global batch, which every rank has."""
-        if self._rank == 0:
-            for number, tensor in enumerate(tensors):
-                self._add(trace.key(trace.BATCH, str(number)), tensor.double(), tensor.shape, (0,) * tensor.ndim, 0)
+        for number, tensor in enumerate(tensors):
+            event = trace.key(trace.BATCH, str(number))
+            self._add(event, tensor.double(), tensor.shape, (0,) * tensor.ndim, self._rank)
 
     def parameters(self, stage: str) -> None:
         """Notes all gradients, or all weights."""

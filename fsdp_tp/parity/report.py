@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from fsdp_tp.parity.judge import Comparison, Verdict
 
@@ -28,7 +29,7 @@ class Result:
     layout: str
     level: int
     verdict: Verdict | None = None
-    """None if the run did not finish; ``error`` then says why."""
+    """None if the run did not finish (``error`` then says why) or was not judged (``sentence`` does)."""
     first_bad_step: int | None = None
     first_bad_module: str | None = None
     sentence: str = ""
@@ -80,18 +81,22 @@ class Report:
     """Everything that was compared, level by level, and the verdict on it."""
 
     levels: list[LevelReport] = field(default_factory=list)
+    complete: bool = True
+    """False while layouts are still to come."""
 
     @property
     def results(self) -> list[Result]:
         return [result for level in self.levels for result in level.results]
 
     @property
-    def verdict(self) -> Verdict:
-        """The worst verdict of the layouts that finished."""
+    def verdict(self) -> Verdict | None:
+        """The worst of all; None if none differs but one did not finish, or if nothing was judged."""
         found = {result.verdict for result in self.results}
         if "different" in found:
             return "different"
-        return "within_noise" if "within_noise" in found else "equal"
+        if self.errors or not self.complete:
+            return None
+        return next((verdict for verdict in ("within_noise", "equal") if verdict in found), None)
 
     @property
     def errors(self) -> list[str]:
@@ -111,14 +116,16 @@ class Report:
         bad = [result for result in self.results if result.verdict == "different"]
         lines = [f"{each.layout} (level {each.level}) differs at {each.sentence}" for each in bad]
         lines += [f"did not run to the end: {error}" for error in self.errors]
-        finished = sum(result.verdict is not None for result in self.results)
-        return "\n".join(lines) or f"{finished} layout{'s' * (finished != 1)}: {self.verdict.replace('_', ' ')}"
+        judged = sum(result.verdict is not None for result in self.results)
+        verdict = "nothing was compared" if self.verdict is None else self.verdict.replace("_", " ")
+        return "\n".join(lines) or f"{judged} comparison{'s' * (judged != 1)}: {verdict}"
 
 
 def to_json(report: Report) -> dict[str, Any]:
     """As plain JSON values; a number that is not finite is null."""
     return {
         "verdict": report.verdict,
+        "complete": report.complete,
         "layouts": [
             {
                 "layout": result.layout,
@@ -130,6 +137,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "control": _finite(result.control),
                 "first_bad_step": result.first_bad_step,
                 "first_bad_module": result.first_bad_module,
+                "not_compared": result.comparison.missing + result.comparison.unjudged if result.comparison else [],
                 "sentence": result.sentence,
                 "error": result.error,
             }
@@ -139,25 +147,31 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def write_json(report: Report, path: Path) -> None:
+    """Writes all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(report), indent=2) + "\n")
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(json.dumps(to_json(report), indent=2) + "\n")
+    temporary.replace(path)
 
 
 def table(report: Report) -> Table:
     """One row for each layout and level."""
     made = Table("level", "layout", "verdict", "loss gap", "noise", "control", "gradient gap", "first difference")
     for result in report.results:
-        verdict = "did not finish" if result.verdict is None else result.verdict.replace("_", " ")
-        color = {"equal": "green", "within_noise": "green"}.get(result.verdict or "", "red")
+        unfinished = "did not finish" if result.error else "not checked"
+        verdict = unfinished if result.verdict is None else result.verdict.replace("_", " ")
+        color = (
+            "green" if result.verdict in ("equal", "within_noise") else "red" if result.verdict or result.error else ""
+        )
         made.add_row(
             f"{result.level}  {LEVELS[result.level]}",
-            result.layout,
-            f"[{color}]{verdict}[/]",
+            Text(result.layout),
+            Text(verdict, style=color),
             number(result.max_relative_loss_gap),
             number(result.noise),
             number(result.control),
             number(result.max_relative_gradient_gap),
-            (result.error or "").splitlines()[-1][:200] if result.error else result.sentence,
+            Text(result.error.splitlines()[-1][:200] if result.error else result.sentence),
         )
     return made
 

@@ -66,7 +66,7 @@ class Step:
     loss: float
     gradient_norm: float
     events: dict[str, NDArray[np.float64]]
-    """By key: ``(replicas, BUCKETS + 1)``."""
+    """By key: ``(replicas, BUCKETS + 1)``. Weights after a step are what was added to the initial ones."""
     bits: tuple[int, ...] = ()
 
 
@@ -81,7 +81,10 @@ class Trace:
     """Which module's output an input is, by key, where it is one unchanged."""
     blocks: list[str] = field(default_factory=list)
     """Paths of the repeated layers, in order."""
-    notes: list[str] = field(default_factory=list)
+    unlifted: dict[str, str] = field(default_factory=dict)
+    """Modules that round to float32 in an fp64 run, with the operation."""
+    reordered: str | None = None
+    """The layer that sums its features in another order than usual."""
 
     def at(self, step: int) -> Step | None:
         """The record of one step."""
@@ -93,8 +96,12 @@ class Trace:
         return [step for step in self.steps if step.step > 0]
 
 
-def merge(parts: Sequence[RankStep]) -> Step:
-    """The step that its parts, by rank, make."""
+def merge(parts: Sequence[RankStep], initial: Step | None = None) -> Step:
+    """The step that its parts, by rank, make.
+
+    Given the ``initial`` weights, weights become what the optimizer has added to them: against the
+    weights themselves a lost update would hardly show, and noise in them would hide it.
+    """
     whole: dict[str, dict[int, Sketch]] = {}
     for rank, part in enumerate(parts):
         for event, sketch, replica in zip(part.events, part.sketches, part.replicas, strict=True):
@@ -104,6 +111,11 @@ def merge(parts: Sequence[RankStep]) -> Step:
             for stage, value in ((LOSS, part.loss), (NORM, part.gradient_norm)):
                 whole.setdefault(key(stage), {})[rank] = exact(value)
     events = {event: np.stack([replicas[each] for each in sorted(replicas)]) for event, replicas in whole.items()}
+    if initial is not None:
+        for event, start in initial.events.items():
+            if event in events and events[event].shape == start.shape:
+                events[event] = events[event] - start
+                events[event][:, -1] = (events[event][:, :-1] ** 2).sum(1)
     return Step(parts[0].step, parts[0].loss, parts[0].gradient_norm, events, tuple(part.bits for part in parts))
 
 
@@ -118,6 +130,7 @@ def write(path: Path, runs: dict[str, Trace], job: dict[str, Any]) -> None:
         "shapes": {event: list(shape) for event, shape in reference.shapes.items()},
         "sources": reference.sources,
         "blocks": reference.blocks,
+        "unlifted": reference.unlifted,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
@@ -148,7 +161,7 @@ def read(path: Path) -> tuple[dict[str, Trace], dict[str, Any]]:
                 if values["format"] != FORMAT:
                     raise ValueError(f"is in the format {values['format']!r}; this version reads {FORMAT!r}")
                 job = values["job"]
-                shared = {name: values[name] for name in ("sources", "blocks")}
+                shared = {name: values[name] for name in ("sources", "blocks", "unlifted")}
                 shared["layout"] = f"{path} ({values['layout']})"
                 shared["shapes"] = {event: tuple(shape) for event, shape in values["shapes"].items()}
                 continue

@@ -1,7 +1,8 @@
 """Local processes that are handed functions to run as the ranks of one world after another.
 
-Starting processes that import torch costs seconds, so they start once. A function that raises,
-dies or hangs on one rank is an error here, and the next world gets new processes.
+Starting processes that import torch costs seconds, so they start once. A function that
+raises, dies or hangs on one rank is an error here; after a death or a hang the next world gets
+new processes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from fsdp_tp.determinism import use_deterministic_algorithms
 
 # DTensor's caches keep the meshes of past worlds, and every gloo group has threads that poll: a
 # thousand of them after a hundred worlds. New workers are forked in a moment.
@@ -31,10 +35,11 @@ _PEER_FAILED = ("Connection closed by peer", "Connection reset by peer")  # as g
 Result = TypeVar("Result")
 
 
-class RankError(AssertionError):
+class RankError(RuntimeError):
     """A function failed on a rank; the message holds its traceback.
 
-    ``sentence`` is the message of the exception alone where all ranks raised ValueError, None elsewhere.
+    ``sentence`` is the message of the exception alone where this package raised ValueError on all ranks: a
+    setting that does not fit. None elsewhere.
     """
 
     def __init__(self, message: str, sentence: str | None = None) -> None:
@@ -94,9 +99,9 @@ class Workers:
                     f"cannot be sent to the processes of a layout: {error}; functions must be importable by name "
                     "(defined at the top level of a module), or functools.partial of such"
                 ) from None
-            for _, connection in workers:
-                connection.send_bytes(message)
             try:
+                for rank, (_, connection) in enumerate(workers):
+                    _send(connection, message, f"rank {rank} of {world_size}")
                 outcomes = self._collect(workers, on_item)
             except BaseException:
                 self.stop()
@@ -167,6 +172,19 @@ class Workers:
         self._workers, self._worlds = [], 0
 
 
+def _send(connection: Connection, message: bytes, name: str) -> None:
+    try:
+        connection.send_bytes(message)
+    except OSError:
+        raise WorkerDied(f"{name} died before it was given work") from None
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it, and not a library or the user's code, where the place matters."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+
+
 def run_alone(function: Callable[..., Result], *args: Any) -> Result:
     """Runs ``function(*args)``, importable by name, in a new process without a world, and ends it."""
     context = mp.get_context("forkserver")
@@ -185,7 +203,7 @@ def _serve(rank: int, connection: Connection) -> None:
         try:
             outcome: tuple[str, Any] = ("result", _run(rank, message, connection))
         except BaseException as error:  # the traceback goes to the parent, which raises
-            sentence = str(error) if isinstance(error, ValueError) else None
+            sentence = str(error) if isinstance(error, ValueError) and _is_ours(error) else None
             outcome = ("failure", (traceback.format_exc(), sentence))
         finally:
             if dist.is_initialized():
@@ -201,6 +219,7 @@ def _run(rank: int, message: bytes, connection: Connection) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     device = None
     if torch.cuda.is_available():
+        use_deterministic_algorithms()
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -7,13 +7,13 @@ takes: how a model is wrapped, its loss, its optimizer, its clipping.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_tp
 from fsdp_tp.parity import job
@@ -165,7 +165,7 @@ def clip_by_local_norm(parameters, max_norm):
 
 def bf16_accumulation(model, mesh, layout, mp_policy, seed):
     """Gradients of micro-batches are added up in bf16."""
-    return job.wrap(model, mesh, layout, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), seed)
+    return job.wrap(model, mesh, layout, dataclasses.replace(mp_policy, reduce_dtype=torch.bfloat16), seed)
 
 
 def rotary_off_by_one(model, mesh, *args):

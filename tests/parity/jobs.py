@@ -57,3 +57,16 @@ def unliftable():
 
 def plain_sgd(model, mesh):
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def broken():
+    one, two = [1]
+    return one, two
+
+
+def no_data(step):
+    raise KeyError("nothing here")
+
+
+def fails_in_brackets(*args):
+    raise RuntimeError("[/pytorch/unbound_buffer.cc:129] Timed out")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from fsdp_tp.parity import assert_parity, cli
-from fsdp_tp.parity.cli import counting, main, windows
+from fsdp_tp.parity.cli import main
+from fsdp_tp.parity.sources import counting, windows
 from tests import models
 from tests.parity import jobs
 from tests.ranks import workers
@@ -30,9 +32,13 @@ def parity(tmp_path, capsys, monkeypatch):
             status = main([str(each) for each in ("--json", tmp_path / "report.json", *html, *arguments)])
         except SystemExit as end:  # of the parser
             status = end.code
-        found = tmp_path / "report.json"
+        file = tmp_path / "report.json"
+        found = json.loads(file.read_text()) if file.exists() else None
+        if found and not found["complete"]:
+            assert found["verdict"] is None
+            found = None
         printed = capsys.readouterr()
-        return status, json.loads(found.read_text()) if found.exists() else None, printed.out + printed.err
+        return status, found, printed.out + printed.err
 
     return command
 
@@ -65,7 +71,7 @@ def test_as_a_command(tmp_path):
     options = ["--model", config, "--data", text, "--html", tmp_path / "page.html"]
     done = subprocess.run([sys.executable, *command, *map(str, options)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 layout: " in done.stdout
+    assert "1 comparison: " in done.stdout
     assert (tmp_path / "page.html").exists()
 
 
@@ -84,7 +90,7 @@ def test_a_curve_recorded_elsewhere(parity, tmp_path):
         1,
         "model.embed_tokens",
     )
-    assert "differs after the optimizer step" in printed
+    assert "what the optimizer has added to model.embed_tokens.weight differs" in printed
     status, _, printed = parity(*SMALL, "--against", curve, "--layouts", "tensor=2", "--seed", "1")
     assert status == 2
     assert "seed=0, here it is 1" in printed
@@ -112,21 +118,38 @@ def test_two_curves_that_are_there_already(parity, tmp_path):
         status, found, _ = parity("--against", theirs, "--curves", ours)
         assert (status, found["verdict"]) == (int(verdict == "different"), verdict)
         assert found["layouts"][0]["layout"] == str(ours)
+    theirs.write_text(line + line.replace('"step": 1', '"step": 2'))
+    ours.write_text(line)
+    status, found, printed = parity("--against", theirs, "--curves", ours)
+    assert (status, found["layouts"][0]["sentence"]) == (0, "compared over 1 of 2 steps")
+    assert "no noise measured" in printed
+    assert parity("--against", theirs, "--curves", ours, "--levels", 3)[0] == 2
+    theirs.write_text(line.replace("2.0", "NaN"))
+    status, _, printed = parity("--against", theirs, "--curves", ours)
+    assert (status, "the reference diverged" in printed) == (2, True)
 
 
-def test_a_layout_as_the_reference(parity):
-    """Nothing runs on one process; the activations are compared all the same."""
-    status, found, _ = parity(*SMALL, "--reference", "shard=2", "--layouts", "tensor=2")
-    assert (status, found["verdict"]) in [(0, "equal"), (0, "within_noise")]
-    report = assert_parity(jobs.llama, jobs.data, steps=1, reference="shard=2", layouts=["tensor=2"], workers=workers)
-    gaps = {row.module: row.output_gap for row in report.results[0].comparison.modules}
-    assert 0 < gaps["model.layers.0.mlp.down_proj"] < 1e-6
+@pytest.mark.parametrize("reference", ["shard=2", "tensor=2", "tensor=2,sequence_parallel"])
+def test_a_layout_as_the_reference(reference):
+    """Nothing is compared on one process; the activations are compared all the same."""
+    report = assert_parity(
+        jobs.llama, jobs.data, steps=2, reference=reference, layouts=["tensor=2,loss_parallel"], workers=workers
+    )
+    (result,) = report.results
+    gaps = {row.module: row.output_gap for row in result.comparison.modules}
+    assert gaps["model.layers.0.mlp.down_proj"] < 1e-6
+    assert result.comparison.missing == []
+    assert any("sums its features in another order" in note for note in report.levels[0].notes)
 
 
 def test_a_compiled_layout():
     """Compiled blocks are compared from outside: a hook inside would break their graph."""
     report = assert_parity(jobs.llama, jobs.data, steps=2, layouts=["tensor=2,compile"], workers=workers)
     assert report.exit_code == 0
+    assert "values could not be compared" in report.results[0].sentence
+    gaps = {row.module: row.output_gap for row in report.results[0].comparison.modules}
+    assert math.isnan(gaps["model.layers.0.mlp.down_proj"])
+    assert gaps["model.norm"] < 1e-6
 
 
 def test_a_worker_that_dies(parity):
@@ -134,7 +157,7 @@ def test_a_worker_that_dies(parity):
     status, found, printed = parity(
         *SMALL[2:], "--model", "tests.parity.jobs:dies_on_two_ranks", "--layouts", "tensor=2", "tensor=2,shard=2"
     )
-    assert status == 3
+    assert (status, found["verdict"], found["complete"]) == (3, None, True)
     assert found["layouts"][0]["verdict"] is None
     assert "rank 1 of 2 died (exit code 9)" in found["layouts"][0]["error"]
     assert found["layouts"][1]["verdict"] in ("equal", "within_noise")
@@ -143,10 +166,10 @@ def test_a_worker_that_dies(parity):
 
 def test_a_layout_that_the_model_does_not_fit(parity):
     status, found, printed = parity(*SMALL, "--layouts", "shard=2", "tensor=8")
-    assert status == 2
+    assert (status, found["verdict"]) == (2, None)
     assert found["layouts"][0]["verdict"] in ("equal", "within_noise")
     assert found["layouts"][1]["verdict"] is None
-    assert "tensor=8" in found["layouts"][1]["error"] or "num_" in found["layouts"][1]["error"]
+    assert "tensor_parallel_degree=8 does not divide num_attention_heads=4" in found["layouts"][1]["error"]
     assert "Traceback" not in printed
 
 
@@ -164,6 +187,7 @@ def test_a_layout_that_the_model_does_not_fit(parity):
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--against", "no/such/curve"], "recorded curve no/such/curve"),
         (["--against", "a", "--record", "b"], "exclude each other"),
+        (["--record", "b", "--levels", "1", "2"], "a recorded curve has one level"),
         (["--curves", "a"], "curves needs against"),
         (["--against", "a", "--levels", "1", "2"], "a recorded curve has one level"),
     ],
@@ -173,6 +197,19 @@ def test_settings_that_do_not_fit(parity, arguments, sentence):
     assert (status, found) == (2, None)
     assert sentence in printed
     assert "Traceback" not in printed
+
+
+def test_errors_that_are_no_verdict(parity, monkeypatch):
+    """An exit status of 1 says that a layout differs; what stands in brackets is no markup."""
+    status, found, printed = parity(*SMALL[2:], "--model", "tests.parity.jobs:broken", "--layouts", "shard=2")
+    assert (status, found) == (3, None)
+    assert "not enough values to unpack" in printed
+    assert "jobs.py" in printed, "where"
+    status, found, printed = parity(*SMALL, "--data", "tests.parity.jobs:no_data", "--layouts", "shard=2")
+    assert (status, found) == (3, None)
+    status, found, printed = parity(*SMALL, "--wrap", "tests.parity.jobs:fails_in_brackets", "--layouts", "shard=2")
+    assert (status, found["verdict"]) == (3, None)
+    assert "[/pytorch/unbound_buffer.cc:129] Timed out" in printed
 
 
 def test_a_model_that_is_not_deterministic(parity):
@@ -205,8 +242,8 @@ def test_text_and_token_files(tmp_path):
 
 
 OPTIONS = (
-    "layouts reference levels model data loss loss_is_mean wrap optimizer steps global_batch_size sequence_length "
-    "max_grad_norm seed quick record against curves json html timeout"
+    "layouts reference levels model data loss token_count loss_is_mean wrap optimizer steps "
+    "global_batch_size sequence_length max_grad_norm seed quick record against curves json html timeout"
 )
 
 

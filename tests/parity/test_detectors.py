@@ -74,13 +74,13 @@ DETECTORS = {
         MOMENTS,
         "replicate=2",
         dict(optimizer=bugs.skips_an_update),
-        (3, "model.embed_tokens", "after the optimizer step"),
+        (3, "model.embed_tokens", "what the optimizer has added to"),
     ),
     "a checkpoint that lost AdamW's second moment": (
         MOMENTS,
         "shard=2",
         dict(optimizer=bugs.loses_second_moment),
-        (3, "model.embed_tokens", "after the optimizer step"),
+        (3, "model.embed_tokens", "what the optimizer has added to"),
     ),
     "a stale all-gathered weight": (
         LLAMA,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fsdp_tp.parity import trace
-from fsdp_tp.parity.judge import BOUNDS, Noise, compare, gap, in_causal_order
+from fsdp_tp.parity.blame import in_causal_order
+from fsdp_tp.parity.judge import BOUNDS, Noise, compare, gap
 from fsdp_tp.parity.trace import Step, Trace, exact, key
 
 FORWARD = [
@@ -82,7 +83,10 @@ def test_noise_explains_up_to_four_times_itself():
     assert judge([(1, "output:a")], noise=noise, scale=4.1e-5).verdict == "different"
     assert judge([(2, "output:a")], noise=noise, scale=1.5e-4).verdict == "equal"
     assert judge([(2, "output:a")], noise=noise, scale=1.7e-4).verdict == "different"
-    assert judge([(2, "output:a")], level=3, noise=noise, scale=4.1e-5).verdict == "different"
+    rough = [made([(2, "output:a")], scale=1e-2)]
+    assert judge([(2, "output:a")], level=3, noise=rough, scale=3.9e-2).verdict == "within_noise"
+    assert judge([(2, "output:a")], level=3, noise=rough, scale=4.1e-2).verdict == "different"
+    assert judge([(2, "output:b")], level=3, noise=rough, scale=3e-3).verdict == "within_noise", "less than rounding"
     assert judge([(2, "output:b")], noise=noise, scale=3.9e-5).verdict == "different", "each event has its own noise"
 
 
@@ -90,6 +94,15 @@ def test_noise_does_not_excuse_other_weights_or_batches_at_the_start():
     noise = [made([(0, "weight:a.weight"), (1, "batch:0")], scale=1e-2)]
     assert judge([(0, "weight:a.weight")], noise=noise, scale=1e-6).verdict == "different"
     assert judge([(1, "batch:0")], noise=noise, scale=1e-6).verdict == "different"
+
+
+def test_noise_as_large_as_the_value_is_not_judged_and_said():
+    noise = [made([(2, "output:a")], scale=0.7)]
+    found = judge([(2, "output:a")], noise=noise, scale=0.8)
+    assert found.verdict == "equal"
+    assert found.sentence() == "1 values are rounding alone, such as the output of a"
+    assert judge([(2, "output:a")], noise=[made([(2, "output:a")], scale=0.4)], scale=1.0).verdict == "different"
+    assert judge([(2, "output:a")], noise=[made([(2, "output:a")], scale=math.nan)], scale=1.0).verdict == "equal"
 
 
 def test_bounds_of_the_levels():

@@ -26,6 +26,8 @@ ALL, HALF = Rows(0, 8, 8), Rows(4, 4, 8)
         ((1, 6, 4), (1, 6, 4), HALF, 0, 1, Place((0, 0, 0), 1, 0)),  # the same for all rows
         ((8, 3, 2), (8, 6, 4), ALL, 0, 2, None),  # two dims split
         ((8, 5, 4), (8, 6, 4), ALL, 0, 2, None),
+        ((6, 4, 4), (6, 8, 4), HALF, 1, 2, None),  # rows in the second dim, or a slice of the tensor axis
+        ((24, 4), (48, 4), ALL, 1, 2, None),  # a slice of every sequence, with tokens flattened
         ((8, 6), (8, 6, 4), ALL, 0, 2, None),
     ],
 )

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fsdp_tp.parity import RankError, WorkerDied, Workers
+from fsdp_tp.parity import Layout, RankError, WorkerDied, Workers
 
 
 def _rank():
@@ -25,8 +25,12 @@ def _raise(exception):
     dist.barrier()
 
 
-def _raise_everywhere():
-    raise ValueError("does not fit")
+def _does_not_fit():
+    Layout(tensor=0)
+
+
+def _users_mistake():
+    raise ValueError("too many values to unpack")
 
 
 def _die():
@@ -40,7 +44,7 @@ def _hang():
 
 
 def test_results_items_and_failures():
-    with Workers(collective_timeout=20, call_timeout=20) as workers:
+    with Workers(collective_timeout=60, call_timeout=60) as workers:
         assert workers.run(2, _rank) == [(0, 2), (1, 2)]
         found = []
         assert workers.run(2, _items, on_item=lambda rank, item: found.append((rank, item))) == [0, 1]
@@ -49,10 +53,18 @@ def test_results_items_and_failures():
             workers.run(2, _raise, KeyError("lost"))
         assert error.value.sentence is None
         with pytest.raises(RankError) as error:
-            workers.run(2, _raise_everywhere)
-        assert error.value.sentence == "does not fit"
+            workers.run(2, _does_not_fit)
+        assert error.value.sentence == "layout: tensor=0 must be an integer of at least 1"
+        with pytest.raises(RankError, match="too many values") as error:
+            workers.run(2, _users_mistake)
+        assert error.value.sentence is None, "where it happened matters"
         with pytest.raises(WorkerDied, match="rank 1 of 2 died .exit code 7."):
             workers.run(2, _die)
+        assert workers.run(2, _rank) == [(0, 2), (1, 2)]
+        workers._workers[1][0].kill()
+        workers._workers[1][0].join()
+        with pytest.raises(WorkerDied, match="rank 1 of 2 died"):
+            workers.run(2, _rank)
         assert workers.run(3, _rank) == [(0, 3), (1, 3), (2, 3)]
         with pytest.raises(ValueError, match="must be importable by name"):
             workers.run(1, lambda: None)

@@ -78,7 +78,10 @@ def test_bf16_learns_and_stays_near_fp32(tmp_path, text):
 
 def _train_deterministically(arguments):
     try:
-        return _train([*arguments, "--deterministic"]), torch.are_deterministic_algorithms_enabled()
+        result = _train([*arguments, "--deterministic"])
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NCCL_ALGO"] == "Ring"
+        return result, torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
 
