@@ -106,6 +106,8 @@ def assert_parity(
     if dtype not in LEVEL_OF:
         legal = ", ".join(str(each) for each in LEVEL_OF)
         raise ValueError(f"dtype={dtype} must be one of {legal}")
+    if isinstance(layouts, str):
+        raise ValueError(f"layouts={layouts!r} must be a list of layouts")
     if steps is None:
         if callable(batches):
             raise ValueError("steps must be given if batches is a function")

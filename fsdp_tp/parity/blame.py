@@ -64,7 +64,7 @@ def blame(reference: Trace, step: int, event: str, distance: float, bound: float
         sentence = f"the output of {_name(module)} differs, and nothing before it ({numbers})"
     elif stage == trace.LOSS:
         module = "loss"
-        sentence = f"the loss differs, and no output of a module ({numbers})"
+        sentence = f"the loss differs, and nothing that was compared before it ({numbers})"
     elif stage == trace.OUTPUT_GRADIENT:
         module = _consumer(reference, path)
         sentence = (
@@ -76,7 +76,7 @@ def blame(reference: Trace, step: int, event: str, distance: float, bound: float
         sentence = f"the gradient of {path} differs, and nothing before it in forward and backward ({numbers})"
     elif stage == trace.NORM:
         module = "gradient norm"
-        sentence = f"the gradient norm differs, and no gradient ({numbers})"
+        sentence = f"the gradient norm differs, and nothing that was compared before it ({numbers})"
     elif step == 0:
         module = owner_of(path)
         sentence = f"the initial value of {path} differs ({numbers})"

@@ -18,7 +18,7 @@ from fsdp_tp.parity.html import write_html
 from fsdp_tp.parity.job import Job, adamw, language_model_loss, language_model_tokens, wrap
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.level0 import check_types
-from fsdp_tp.parity.report import LevelReport, Report, table, write_json
+from fsdp_tp.parity.report import LevelReport, Report, remarks, table, write_json
 from fsdp_tp.parity.run import DTYPE_OF, compare_curves, compare_layouts
 from fsdp_tp.parity.sources import find_data, find_model, load
 from fsdp_tp.parity.workers import RankError, WorkerDied, Workers
@@ -32,7 +32,7 @@ LAYOUTS = (
     "tensor=2,shard=2,replicate=2",
 )
 _QUICK_LAYOUTS, _QUICK_STEPS = 3, 10
-EXIT_USAGE, EXIT_DIED = 2, 3
+EXIT_USAGE, EXIT_DIED, EXIT_INTERRUPTED = 2, 3, 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class ParityConfig:
     loss_is_mean: bool = False
     """The loss function returns a mean already, whose average over ranks is the objective."""
     wrap: str = ""
-    """module:function(model, mesh, layout, mp_policy, seed) that lays the model out and returns it;
-    by default fsdp_tp.wrap."""
+    """module:function(model, mesh, layout, mp_policy, seed) that lays the model out and returns it; by
+    default one that calls fsdp_tp.wrap with the options of the layout."""
     optimizer: str = ""
     """module:function(model, mesh) that returns the optimizer; by default AdamW."""
     steps: int = 50
@@ -115,6 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted; what had finished is in the report", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:  # an exit status of 1 would say that a layout differs
         if not isinstance(error, RankError | WorkerDied):
             traceback.print_exc()
@@ -139,7 +142,8 @@ def run(config: ParityConfig) -> int:
     reference = config.against or Layout.parse(config.reference)
     job = build_job(config)
     report = Report(complete=False)
-    _write(config, report)  # a file of an earlier run must not pass for one of this run
+    if config.json is not None:
+        write_json(report, config.json)  # one of an earlier run must not pass for one of this run
     levels = sorted(set(config.levels) - {0, 4}) or ([2] if 4 in config.levels else [])
     with Workers(
         collective_timeout=config.timeout, call_timeout=config.timeout + 60, preload=["fsdp_tp.parity.cli", *_modules()]
@@ -160,6 +164,7 @@ def run(config: ParityConfig) -> int:
                 )
             report.levels += found.levels
     report.complete = True
+    report.levels.sort(key=lambda level: level.level)
     _write(config, report)
     _show(console, config, report)
     return report.exit_code
@@ -221,8 +226,10 @@ def _show(console: Console, config: ParityConfig, report: Report) -> None:
             console.print(f"level {level.level}: {note}", highlight=False, markup=False)
     if report.results:
         console.print(table(report))
-    for line in report.sentence().splitlines():
+    for line in remarks(report):
         console.print(line, highlight=False, markup=False)
+    if report.verdict != "different":  # whose sentence the remarks have
+        console.print(report.sentence().splitlines()[-1], highlight=False, markup=False)
     if config.record is not None:
         console.print(f"recorded: {config.record}", markup=False)
     if config.html is not None:

@@ -23,6 +23,7 @@ _WORDS = {
     "within_noise": "within noise",
     "different": "different",
     "unfinished": "did not finish",
+    "misfit": "does not fit",
     "unchecked": "not checked",
     "nothing": "nothing compared",
 }
@@ -58,7 +59,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def _kind(result: Result) -> str:
-    return result.verdict or ("unfinished" if result.error else "unchecked")
+    return result.verdict or (("misfit" if result.misfit else "unfinished") if result.error else "unchecked")
 
 
 def _overall(report: Report) -> str:

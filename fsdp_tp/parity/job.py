@@ -100,6 +100,10 @@ class Job:
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not callable(self.batches) and self.steps > len(self.batches):
+            raise ValueError(f"steps={self.steps} is more than the {len(self.batches)} batches")
+
     def batch(self, step: int) -> Batch:
         """The global batch of ``step``, counted from 1."""
         found = self.batches(step) if callable(self.batches) else self.batches[step - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -160,7 +160,9 @@ class Noise:
     """
 
     def __init__(self, reference: Trace, perturbed: Sequence[Trace], control: Trace | None = None) -> None:
+        self.is_measured = bool(perturbed)
         self._noise = _largest_gaps(reference, perturbed)
+        self.has_control = control is not None
         self._control = _largest_gaps(reference, [control] if control else [])
 
     def of(self, step: int, event: str) -> float:
@@ -223,7 +225,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
     missing: dict[str, None] = {}
     unjudged: dict[str, None] = {}
     rows = {path: ModuleRow(path) for path in _module_order(reference)}
-    largest_gradient = 0.0
+    largest_gradient = math.nan
     for expected in reference.steps:
         found = actual.at(expected.step)
         if found is None:
@@ -255,7 +257,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
             if bad and first is None:
                 verdict, first = "different", blame(reference, expected.step, event, distance, bound)
             if stage == trace.GRADIENT:
-                largest_gradient = max(largest_gradient, distance)
+                largest_gradient = _larger(largest_gradient, distance)
             control = noise.control_of(expected.step, event)
             _note(rows, stage, path, (distance, rounding, control), expected.step if bad else None)
         if first is None and (extra := _extra_parameters(expected, found)):
@@ -268,8 +270,8 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         norm_gaps=_gaps_of(reference, actual, key(trace.NORM)),
         max_relative_loss_gap=max(losses, default=math.nan),
         max_relative_gradient_gap=largest_gradient,
-        noise=max((noise.of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
-        control=max((noise.control_of(step.step, key(trace.LOSS)) for step in reference.trained), default=0.0),
+        noise=_largest_of_loss(noise.of, reference) if noise.is_measured else math.nan,
+        control=_largest_of_loss(noise.control_of, reference) if noise.has_control else math.nan,
         first_bad=first,
         modules=list(rows.values()),
         beyond=beyond,
@@ -279,6 +281,10 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         steps=sum(actual.at(step.step) is not None for step in reference.trained),
         of_steps=len(reference.trained),
     )
+
+
+def _largest_of_loss(of: Callable[[int, str], float], reference: Trace) -> float:
+    return max((of(step.step, key(trace.LOSS)) for step in reference.trained), default=math.nan)
 
 
 def _rounding_of_storage(reference: Trace, step: Step, event: str, eps: float) -> float:

@@ -33,7 +33,8 @@ def perturb(model: nn.Module, eps: float, *, seed: int, device: torch.device) ->
         offset = _STRETCH * (seed + 1) * (number + 1)
         signs = sketcher.signs(offset + parameter.numel())[offset:].view(parameter.shape)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        local.mul_(1 + eps * own_part(signs, parameter))
+        # To its dtype first: an int8 times a Python float is fp32, where 1 + eps of fp64 is 1.
+        local.mul_(1 + eps * own_part(signs, parameter).to(local.dtype))
 
 
 def perturb_output(module: nn.Module, eps: float, *, seed: int) -> None:
@@ -48,8 +49,8 @@ def perturb_tensors(values: Any, eps: float, *, seed: int) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         offset = _STRETCH * (seed + 1)
-        signs = Sketcher(value.device).signs(offset + value.numel())[offset:]
-        return value * (1 + eps * signs.view(value.shape)).to(value.dtype)
+        signs = Sketcher(value.device).signs(offset + value.numel())[offset:].to(value.dtype)
+        return value * (1 + eps * signs.view(value.shape))
 
     return tree_map(disturb, values)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fsdp_tp.parity.judge import Comparison, Verdict
@@ -117,7 +117,7 @@ class Report:
         lines = [f"{each.layout} (level {each.level}) differs at {each.sentence}" for each in bad]
         lines += [f"did not run to the end: {error}" for error in self.errors]
         judged = sum(result.verdict is not None for result in self.results)
-        verdict = "nothing was compared" if self.verdict is None else self.verdict.replace("_", " ")
+        verdict = "nothing to compare" if self.verdict is None else self.verdict.replace("_", " ")
         return "\n".join(lines) or f"{judged} comparison{'s' * (judged != 1)}: {verdict}"
 
 
@@ -126,6 +126,9 @@ def to_json(report: Report) -> dict[str, Any]:
     return {
         "verdict": report.verdict,
         "complete": report.complete,
+        "references": [
+            {"level": level.level, "reference": level.reference, "steps": len(level.losses)} for level in report.levels
+        ],
         "layouts": [
             {
                 "layout": result.layout,
@@ -155,25 +158,39 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def table(report: Report) -> Table:
-    """One row for each layout and level."""
-    made = Table("level", "layout", "verdict", "loss gap", "noise", "control", "gradient gap", "first difference")
+    """One row for each layout and level; what is to be said of them is too long for a table."""
+    made = Table("level", Column("layout", overflow="fold"), "verdict", "loss gap", "noise", "control", "gradient gap")
     for result in report.results:
-        unfinished = "did not finish" if result.error else "not checked"
-        verdict = unfinished if result.verdict is None else result.verdict.replace("_", " ")
-        color = (
-            "green" if result.verdict in ("equal", "within_noise") else "red" if result.verdict or result.error else ""
-        )
+        color = "green" if result.verdict in ("equal", "within_noise") else "red"
+        if result.verdict is None and not result.error:
+            color = ""
         made.add_row(
-            f"{result.level}  {LEVELS[result.level]}",
+            str(result.level),
             Text(result.layout),
-            Text(verdict, style=color),
+            Text(verdict_of(result), style=color),
             number(result.max_relative_loss_gap),
             number(result.noise),
             number(result.control),
             number(result.max_relative_gradient_gap),
-            Text(result.error.splitlines()[-1][:200] if result.error else result.sentence),
         )
     return made
+
+
+def remarks(report: Report) -> list[str]:
+    """A line for each result about which there is something to say."""
+    lines = []
+    for result in report.results:
+        said = result.error.splitlines()[-1] if result.error else result.sentence
+        if said:
+            lines.append(f"{result.layout} (level {result.level}): {verdict_of(result)}: {said}")
+    return lines
+
+
+def verdict_of(result: Result) -> str:
+    """In words."""
+    if result.verdict is not None:
+        return result.verdict.replace("_", " ")
+    return ("does not fit" if result.misfit else "did not finish") if result.error else "not checked"
 
 
 def number(value: float | None) -> str:

@@ -61,6 +61,8 @@ def compare_layouts(
         RankError, WorkerDied: the reference itself failed.
     """
     level = LEVEL_OF[job.dtype]
+    if not layouts and record is None:
+        raise ValueError("layouts is empty, and there is no record to write: nothing to compare")
     for layout in (*layouts, *([reference] if isinstance(reference, Layout) else [])):
         check_fits(job, layout)
     first = reference if isinstance(reference, Layout) else next(iter(layouts), Layout())
@@ -192,7 +194,7 @@ def _reference_runs(
     unlifted = tuple(runs["reference"].unlifted)
     for seed in _PERTURBATIONS:
         disturbed = replace(role, perturbation=seed, disturbed=unlifted)
-        runs[f"perturbed {seed}"] = run_layout(job, disturbed, workers, progress, "noise")
+        runs[f"perturbed {seed}"] = run_layout(job, disturbed, workers, progress, f"perturbed {seed}")
         check_same_start(runs["reference"], runs[f"perturbed {seed}"], _eps(job))
     control = run_layout(job, replace(role, reordered=True), workers, progress, "control")
     if control.reordered:
@@ -210,6 +212,9 @@ def _judge(result: Result, expected: Trace, actual: Trace, noise: Noise, bounds:
     result.comparison, result.verdict = found, found.verdict
     result.losses = [step.loss for step in actual.trained]
     result.norms = [step.gradient_norm for step in actual.trained]
+    if found.first_bad is not None and found.first_bad.stage == trace.BATCH:
+        result.verdict, result.error, result.misfit = None, found.first_bad.sentence, True
+        return
     if found.first_bad is not None:
         result.first_bad_step, result.first_bad_module = found.first_bad.step, found.first_bad.module
     result.sentence = found.sentence()

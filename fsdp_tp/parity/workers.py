@@ -1,8 +1,7 @@
 """Local processes that are handed functions to run as the ranks of one world after another.
 
 Starting processes that import torch costs seconds, so they start once. A function that
-raises, dies or hangs on one rank is an error here; after a death or a hang the next world gets
-new processes.
+raises, dies or hangs on one rank is an error here, and the next world gets new processes.
 """
 
 from __future__ import annotations
@@ -108,13 +107,9 @@ class Workers:
                 raise
         failures = [(rank, *failure) for rank, (passed, failure) in enumerate(outcomes) if not passed]
         if failures:
-            # Other ranks often fail only because a peer did: show the one that did not wait for others.
-            own = (each for each in failures if not any(sign in each[1] for sign in _PEER_FAILED))
-            first = next(own, failures[0])
-            rank, text, sentence = first
-            if len(failures) < world_size or any(each[2] is None for each in failures):
-                sentence = None
-            raise RankError(f"rank {rank} of {world_size} ({len(failures)} failed):\n{text}", sentence)
+            # A rank that failed while it joined the world counts it, and would not meet the others in the next one.
+            self.stop()
+            raise _rank_error(world_size, failures)
         return [value for _, value in outcomes]
 
     def _start(self, count: int) -> None:
@@ -170,6 +165,15 @@ class Workers:
             process.kill()
             process.join()
         self._workers, self._worlds = [], 0
+
+
+def _rank_error(world_size: int, failures: list[tuple[int, str, str | None]]) -> RankError:
+    # Other ranks often fail only because a peer did: show one that did not wait for others.
+    own = [each for each in failures if not any(sign in each[1] for sign in _PEER_FAILED)]
+    rank, text, sentence = (own or failures)[0]
+    if len(failures) < world_size or any(each[2] is None for each in own):
+        sentence = None
+    return RankError(f"rank {rank} of {world_size} ({len(failures)} failed):\n{text}", sentence)
 
 
 def _send(connection: Connection, message: bytes, name: str) -> None:

@@ -57,6 +57,13 @@ class MultiQueryNet(nn.Module):
         return self.head(x)
 
 
+def with_key_bias():
+    """Attention without rotary positions does not depend on it: its gradient is zero but for rounding."""
+    model = MultiQueryNet()
+    model.layers[0].attention.key = nn.Linear(WIDTH, HEAD)
+    return model
+
+
 class MultiQueryBlock(nn.Module):
     def __init__(self):
         super().__init__()

@@ -188,6 +188,7 @@ def test_a_layout_that_the_model_does_not_fit(parity):
         (["--against", "no/such/curve"], "recorded curve no/such/curve"),
         (["--against", "a", "--record", "b"], "exclude each other"),
         (["--record", "b", "--levels", "1", "2"], "a recorded curve has one level"),
+        (["--layouts"], "nothing to compare"),
         (["--curves", "a"], "curves needs against"),
         (["--against", "a", "--levels", "1", "2"], "a recorded curve has one level"),
     ],
@@ -197,6 +198,22 @@ def test_settings_that_do_not_fit(parity, arguments, sentence):
     assert (status, found) == (2, None)
     assert sentence in printed
     assert "Traceback" not in printed
+
+
+def test_an_interrupted_run_has_a_status_of_its_own(parity, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "compare_layouts", interrupted)
+    status, found, printed = parity(*SMALL)
+    assert (status, found) == (130, None)
+    assert "interrupted" in printed
+
+
+def test_a_narrow_terminal_shows_layouts_whole(parity, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, _, printed = parity(*SMALL, "--layouts", "shard=2,micro_batches=2")
+    assert "shard=2,micro_batches=2" in printed
 
 
 def test_errors_that_are_no_verdict(parity, monkeypatch):

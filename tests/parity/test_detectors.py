@@ -7,6 +7,7 @@ tests/test_whole_models.py.
 import functools
 
 import pytest
+import torch
 
 from fsdp_tp.parity import ParityError, assert_parity
 from tests.parity import bugs
@@ -149,3 +150,11 @@ def test_planted_bug_is_found(bug, curves):
 def test_the_same_job_without_the_bug_passes(job, layout, right, curves):
     report = assert_parity(**{**job, **right}, layouts=[layout], reference=curves(job), workers=workers)
     assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gradient_that_is_rounding_alone_raises_no_alarm(dtype):
+    job = dict(MULTI_QUERY, build_model=bugs.with_key_bias, wrap=bugs.wrap_multi_query, dtype=dtype)
+    (result,) = assert_parity(**job, layouts=["tensor=2"], workers=workers).results
+    assert "gradient:layers.0.attention.key.bias" in result.comparison.unjudged
+    assert "values are rounding alone" in result.sentence
