@@ -22,7 +22,7 @@ from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
-from fsdp_tp.plans import WHOLE_STYLES, auto_plan, families, match_plan
+from fsdp_tp.plans import WHOLE_STYLES, auto_plan, families, match_plan, share_head_counts
 
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
 
@@ -70,10 +70,11 @@ def parallelize(
         return model
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
+    family = plan if isinstance(plan, str) else None
     if isinstance(plan, str):
         if plan != "auto" and plan not in families():
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
-        plan = auto_plan(model, mesh.tensor, family=None if plan == "auto" else plan)
+        plan = auto_plan(model, mesh.tensor, family=plan)
     styles = match_plan(model, plan)
     _check_every_gradient_is_known(model, styles, sequence_parallel)
     _warn_about_dropout(model)
@@ -96,6 +97,8 @@ def parallelize(
 
     _replicate_the_rest(model, styles, mesh, tied, sequence_parallel=sequence_parallel)
     _insert_regions(model, styles, mesh, sequence_parallel=sequence_parallel)
+    if family is not None:
+        share_head_counts(model, mesh.tensor, family=family)
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     if loss_parallel:
         if "column_gather" not in styles.values():

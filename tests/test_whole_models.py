@@ -2,7 +2,7 @@
 
 If one fails, compare layers first (tests/layers), then plans (tests/test_parallelize.py). These are
 also the correct layouts on which the tool must raise no false alarm: its planted bugs are in
-tests/parity/test_detectors.py.
+tests/parity/test_detectors.py, other families in tests/test_families.py.
 
 Tolerances (fsdp_tp/parity/judge.py): fp32 rounds at 6e-8, and a gradient here is a chain of about 30
 sums whose order depends on the layout: 1e-6 relative to the gradient's norm, or what perturbed
@@ -11,11 +11,11 @@ reference runs show. A missing or doubled sum is wrong by O(1).
 
 import functools
 
-import pytest
 import torch
 
 from fsdp_tp.parity import assert_parity
 from tests import models
+from tests.families import steep_adamw
 from tests.ranks import workers
 
 STEPS = 5
@@ -43,11 +43,6 @@ QWEN3 = [
     "shard=2,replicate=2",
     f"tensor=2,shard=2,replicate=2,{ALL}",
 ]
-
-
-def steep_adamw(model, mesh):
-    """Ten times the usual rate: five steps are then enough to see whether the job learns."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def foreach_adamw(model, mesh):
@@ -89,12 +84,6 @@ def test_the_mathematics_is_the_same_in_fp64():
 def test_mixed_precision_differs_by_no_more_than_rounding():
     report = compare("llama", ["tensor=2", "shard=2", f"tensor=2,shard=2,{ALL}"], dtype=torch.bfloat16)
     assert report.verdict == "within_noise"
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_other_families(family):
-    """qwen2 has biases on q, k and v."""
-    compare(family, ["tensor=2,shard=2,replicate=2", f"tensor=2,{ALL}"])
 
 
 def test_tied_llama_under_hybrid_sharding_with_a_foreach_optimizer():

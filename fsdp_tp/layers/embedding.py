@@ -59,7 +59,9 @@ class VocabParallelEmbedding(nn.Embedding):
     ) -> Self:
         """A new layer with this rank's rows of ``embedding`` (copied), its hooks and mode.
 
-        ``embedding`` must hold the same values on all ranks; it is not changed.
+        ``embedding`` must hold the same values on all ranks; it is not changed. A subclass whose
+        forward goes on from that of ``nn.Embedding`` (one that scales its output) goes on from this
+        layer's.
 
         Raises:
             ValueError: ``embedding`` uses ``max_norm``, ``scale_grad_by_freq`` or ``sparse``.
@@ -67,7 +69,9 @@ class VocabParallelEmbedding(nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise ValueError(f"{option}={getattr(embedding, option)} is not possible on a split vocabulary")
-        layer = shell_of(cls, embedding, nn.Embedding)
+        kind = type(embedding)
+        combined = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {"__module__": kind.__module__})
+        layer: Self = shell_of(combined, embedding, kind)
         layer._split(mesh, sequence_parallel=sequence_parallel)
         return layer
 

@@ -121,6 +121,7 @@ class Comparison:
     norm_gaps: list[float]
     max_relative_loss_gap: float
     max_relative_gradient_gap: float
+    """Of any parameter at any step."""
     noise: float
     """Largest relative gap of the loss that a perturbation by one machine epsilon makes."""
     control: float
@@ -133,6 +134,8 @@ class Comparison:
     """Events of the reference that this run lacks, or whose place in the whole its shape does not tell."""
     unjudged: list[str] = field(default_factory=list)
     """Events in which rounding alone makes a difference as large as the value."""
+    first_gradient_gap: float = math.nan
+    """Largest of any parameter at the first step, when the weights are still the same."""
     steps: int = 0
     """Steps that were compared, of ``of_steps`` of the reference."""
     of_steps: int = 0
@@ -225,7 +228,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
     missing: dict[str, None] = {}
     unjudged: dict[str, None] = {}
     rows = {path: ModuleRow(path) for path in _module_order(reference)}
-    largest_gradient = math.nan
+    largest_gradient = first_gradient = math.nan
     for expected in reference.steps:
         found = actual.at(expected.step)
         if found is None:
@@ -258,6 +261,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
                 verdict, first = "different", blame(reference, expected.step, event, distance, bound)
             if stage == trace.GRADIENT:
                 largest_gradient = _larger(largest_gradient, distance)
+                first_gradient = _larger(first_gradient, distance) if expected.step == 1 else first_gradient
             control = noise.control_of(expected.step, event)
             _note(rows, stage, path, (distance, rounding, control), expected.step if bad else None)
         if first is None and (extra := _extra_parameters(expected, found)):
@@ -278,6 +282,7 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         worst=worst,
         missing=list(missing),
         unjudged=list(unjudged),
+        first_gradient_gap=first_gradient,
         steps=sum(actual.at(step.step) is not None for step in reference.trained),
         of_steps=len(reference.trained),
     )

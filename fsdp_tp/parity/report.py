@@ -129,23 +129,26 @@ def to_json(report: Report) -> dict[str, Any]:
         "references": [
             {"level": level.level, "reference": level.reference, "steps": len(level.losses)} for level in report.levels
         ],
-        "layouts": [
-            {
-                "layout": result.layout,
-                "level": result.level,
-                "verdict": result.verdict,
-                "max_relative_loss_gap": _finite(result.max_relative_loss_gap),
-                "max_relative_gradient_gap": _finite(result.max_relative_gradient_gap),
-                "noise": _finite(result.noise),
-                "control": _finite(result.control),
-                "first_bad_step": result.first_bad_step,
-                "first_bad_module": result.first_bad_module,
-                "not_compared": result.comparison.missing + result.comparison.unjudged if result.comparison else [],
-                "sentence": result.sentence,
-                "error": result.error,
-            }
-            for result in report.results
-        ],
+        "layouts": [_result_to_json(result) for result in report.results],
+    }
+
+
+def _result_to_json(result: Result) -> dict[str, Any]:
+    found = result.comparison
+    return {
+        "layout": result.layout,
+        "level": result.level,
+        "verdict": result.verdict,
+        "max_relative_loss_gap": _finite(result.max_relative_loss_gap),
+        "max_relative_gradient_gap": _finite(result.max_relative_gradient_gap),
+        "first_relative_gradient_gap": _finite(found.first_gradient_gap if found else None),
+        "noise": _finite(result.noise),
+        "control": _finite(result.control),
+        "first_bad_step": result.first_bad_step,
+        "first_bad_module": result.first_bad_module,
+        "not_compared": found.missing + found.unjudged if found else [],
+        "sentence": result.sentence,
+        "error": result.error,
     }
 
 

@@ -1,8 +1,6 @@
-"""Plan "auto": a Hugging Face decoder's own ``base_model_tp_plan``, completed.
+"""Plan "auto": where the parts of a known Hugging Face decoder stand, as a plan.
 
-That plan names the linears inside the blocks. What it leaves out, and what this adds: the
-embedding, the output projection, the norms, where a block's column layers share one input,
-and where the sequence is split. No import of transformers: only attributes of the model.
+No import of transformers: only attributes of the model.
 """
 
 from __future__ import annotations
@@ -13,69 +11,82 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_tp.config import divisors
+from fsdp_tp.plans.families import FAMILIES, Family
 
-_TRANSLATION = {
-    "colwise": "column",
-    "rowwise": "row",
-    "replicated_with_grad_allreduce": "per_head",
-}
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_heads")
 
 
 def families() -> tuple[str, ...]:
     """The Hugging Face ``model_type`` names that plan "auto" knows."""
-    return _FAMILIES
+    return tuple(FAMILIES)
 
 
-def auto_plan(model: Any, axis: DeviceMesh, *, family: str | None = None) -> dict[str, str]:
+def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto") -> dict[str, str]:
     """The plan of a Hugging Face decoder, as patterns for :func:`fsdp_tp.plans.match_plan`.
 
     Args:
         model: the model with its head (``LlamaForCausalLM``) or without (``LlamaModel``).
         axis: the tensor axis; the plan is checked against its size.
-        family: take the model for one of :func:`families`, whatever its config says.
+        family: take the model for this one of :func:`families`; ``"auto"`` reads its config.
 
     Raises:
         ValueError: the family is unknown, or the axis does not divide the heads.
     """
-    config: Any = getattr(model, "config", None)
-    model_type = family or getattr(config, "model_type", None)
-    if model_type not in _FAMILIES:
-        raise ValueError(
-            f"plan='auto' does not know {type(model).__name__}"
-            + (f" (model_type {model_type!r})" if model_type else "")
-            + f"; it knows the Hugging Face families {', '.join(_FAMILIES)}. For another model pass a dict of "
-            "module patterns to styles, such as {'layers.*.attn.wq': 'column', 'layers.*.attn.wo': 'row'}"
-        )
-    _check_heads(config, axis)
+    known = _family(model, family)
+    _check_heads(model.config, axis)
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    unknown = {style for style in config.base_model_tp_plan.values() if style not in _TRANSLATION}
-    if unknown:
-        raise ValueError(
-            f"plan='auto': the base_model_tp_plan of {model_type} has the unknown styles {', '.join(sorted(unknown))}; "
-            f"known: {', '.join(_TRANSLATION)}. Pass a dict plan"
-        )
-    plan = {prefix + path: _TRANSLATION[style] for path, style in config.base_model_tp_plan.items()}
-    plan |= {
-        f"{prefix}embed_tokens": "vocab",
+    block = f"{prefix}{known.blocks}.*."
+    plan = {
+        _path_of(model, model.get_input_embeddings()): "vocab",
         # Not already at the embedding: these models derive positions and masks from the shape
         # of its output, which must stay whole.
-        f"{prefix}layers.0": "split_sequence",
-        f"{prefix}layers.*.self_attn": "shared_input",
-        f"{prefix}layers.*.mlp": "shared_input",
-        f"{prefix}layers.*.input_layernorm": "sequence",
-        f"{prefix}layers.*.post_attention_layernorm": "sequence",
-        f"{prefix}norm": "sequence_gather",
+        f"{prefix}{known.blocks}.0": "split_sequence",
+        f"{block}{known.attention}": "shared_input",
+        f"{block}{known.attention}.{known.row}": "row",
+        f"{block}{known.mlp}": "shared_input",
+        f"{block}{known.mlp}.{known.mlp_row}": "row",
+        f"{prefix}{known.last_norm}": "sequence_gather",
     }
-    if isinstance(getattr(model, "lm_head", None), nn.Linear):
-        plan["lm_head"] = "column_gather"
+    plan |= {f"{block}{known.attention}.{name}": "column" for name in known.columns}
+    plan |= {f"{block}{known.attention}.{name}": "per_head" for name in known.per_head}
+    plan |= {f"{block}{known.mlp}.{name}": "column" for name in known.mlp_columns}
+    plan |= {f"{block}{name}": "sequence" for name in known.norms}
+    plan |= {f"{prefix}{path}": style for path, style in known.whole.items()}
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        plan[_path_of(model, head)] = "column_gather"
     return plan
 
 
+def share_head_counts(model: Any, axis: DeviceMesh, *, family: str = "auto") -> None:
+    """Tells attention modules that count their heads by themselves how many this rank has."""
+    known = _family(model, family)
+    for path, module in model.named_modules():
+        if f".{path}".endswith(f".{known.attention}"):
+            for name in known.head_counts:
+                setattr(module, name, getattr(module, name) // axis.size())
+
+
+def _family(model: Any, family: str) -> Family:
+    model_type = getattr(getattr(model, "config", None), "model_type", None) if family == "auto" else family
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"plan='auto' does not know {type(model).__name__}"
+            + (f" (model_type {model_type!r})" if model_type else "")
+            + f"; it knows the Hugging Face families {', '.join(FAMILIES)}. For another model pass a dict of "
+            "module patterns to styles, such as {'layers.*.attn.wq': 'column', 'layers.*.attn.wo': 'row'}"
+        )
+    return FAMILIES[model_type]
+
+
+def _path_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted)
+
+
 def _check_heads(config: Any, axis: DeviceMesh) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name)
-        if heads % axis.size():
+    for name in _HEAD_COUNTS:
+        heads = getattr(config, name, None)
+        if heads is not None and heads % axis.size():
             legal = ", ".join(map(str, divisors(heads)))
             raise ValueError(
                 f"tensor_parallel_degree={axis.size()} does not divide {name}={heads}; legal values: {legal}"

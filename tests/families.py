@@ -1,0 +1,101 @@
+"""The Hugging Face families of the README's table, at toy size.
+
+``python -m tests.families`` runs them all and writes the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fsdp_tp.parity import Report, assert_parity
+from fsdp_tp.plans import families
+from tests import models
+from tests.ranks import stop, workers
+
+STEPS = 5
+LAYOUTS = ("tensor=2", "tensor=2,sequence_parallel", "tensor=2,shard=2")
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- families: written by python -m tests.families -->", "<!-- end of families -->"
+
+_IN_VOCABULARY = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+_GEMMA = {**models.SIZES, **_IN_VOCABULARY, "head_dim": 8}
+_HEADS = {name: value for name, value in models.SIZES.items() if name != "num_key_value_heads"}
+_NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+SIZES = {
+    "qwen3": {**models.SIZES, "head_dim": 8},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**_GEMMA, "query_pre_attn_scalar": 8},
+    "cohere": {**models.SIZES, **_IN_VOCABULARY},
+    "phi": _HEADS,
+    "gpt_neox": _HEADS,
+    "gptj": dict(
+        vocab_size=models.VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, use_cache=False,
+        **_IN_VOCABULARY, **_NO_DROPOUT,
+    ),
+    "gpt_neo": dict(
+        vocab_size=models.VOCABULARY, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, window_size=4,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=64, use_cache=False, **_IN_VOCABULARY,
+    ),
+}  # fmt: skip
+
+
+def build(family: str) -> nn.Module:
+    """A toy model of a family that plan "auto" knows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SIZES.get(family, models.SIZES))
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def steep_adamw(model: nn.Module, mesh: object) -> torch.optim.Optimizer:
+    """Ten times the usual rate: five steps are then enough to see whether the job learns."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def compare(family: str) -> Report:
+    """fp32, under every layout, against one process; raises where a family differs."""
+    return assert_parity(
+        functools.partial(build, family),
+        [models.batch(step) for step in range(STEPS)],
+        layouts=LAYOUTS,
+        optimizer=steep_adamw,
+        workers=workers,
+    )
+
+
+def row(family: str, report: Report) -> str:
+    gaps = [f"{result.comparison.first_gradient_gap:.1e}" for result in report.results if result.comparison]
+    return f"| {family} | {' | '.join(gaps)} |"
+
+
+def write(rows: list[str]) -> None:
+    head = ["| family | tensor 2 | and sequence parallel | tensor 2 x shard 2 |", "|---|---|---|---|"]
+    text = README.read_text()
+    assert BEGIN in text
+    table = "\n".join([BEGIN, *head, *rows, END])
+    README.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: table, text, flags=re.DOTALL))
+
+
+def main() -> int:
+    rows = []
+    for family in families():
+        rows.append(row(family, compare(family)))
+        print(rows[-1], flush=True)
+    write(rows)
+    stop()
+    return 0
+
+
+if __name__ == "__main__":
+    from tests import families as this  # so that other processes can import what they are sent
+
+    sys.exit(this.main())
