@@ -242,15 +242,10 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
                 continue
             distance = _distance(reference, event, found.events[event], expected.events[event])
             floor, rounding = bounds.of(stage, expected.step), noise.of(expected.step, event)
-            bound = max(floor, bounds.noise_factor(stage, expected.step) * rounding)
             if rounding > _MOST_NOISE:  # of a tensor that is zero but for rounding; what follows from it is judged
                 unjudged.setdefault(event)
                 continue
-            if stage in _ACTIVATIONS:
-                bound = max(bound, bounds.least)
-            if stage == trace.WEIGHT and expected.step > 0 and not bounds.exact:
-                bound = max(bound, _rounding_of_storage(reference, expected, event, eps))
-            bound = min(bound, _MOST_BOUND)
+            bound = _bound(bounds, reference, expected, event, rounding, eps)
             if distance > floor and not bounds.judges_by_noise(stage, expected.step):
                 verdict = "within_noise" if verdict == "equal" else verdict
                 beyond = beyond or explained(expected.step, event, distance, floor, rounding)
@@ -286,6 +281,17 @@ def compare(reference: Trace, actual: Trace, noise: Noise, bounds: Bounds, eps: 
         steps=sum(actual.at(step.step) is not None for step in reference.trained),
         of_steps=len(reference.trained),
     )
+
+
+def _bound(bounds: Bounds, reference: Trace, step: Step, event: str, rounding: float, eps: float) -> float:
+    """The gap up to which rounding explains an event."""
+    stage, _ = split_key(event)
+    bound = max(bounds.of(stage, step.step), bounds.noise_factor(stage, step.step) * rounding)
+    if stage in _ACTIVATIONS:
+        bound = max(bound, bounds.least)
+    if stage == trace.WEIGHT and step.step > 0 and not bounds.exact:
+        bound = max(bound, _rounding_of_storage(reference, step, event, eps))
+    return min(bound, _MOST_BOUND)
 
 
 def _largest_of_loss(of: Callable[[int, str], float], reference: Trace) -> float:
