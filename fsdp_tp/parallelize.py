@@ -74,7 +74,7 @@ def parallelize(
     if isinstance(plan, str):
         if plan != "auto" and plan not in families():
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
-        plan = auto_plan(model, mesh.tensor, family=plan)
+        plan = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
     _check_every_gradient_is_known(model, styles, sequence_parallel)
     _warn_about_dropout(model)

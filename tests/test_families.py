@@ -4,9 +4,10 @@ If one fails, look at its entry in fsdp_tp/plans/families.py; the verdict names 
 """
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_tp.plans import families
-from tests.families import BEGIN, END, README, compare
+from fsdp_tp.plans import auto_plan, families
+from tests.families import BEGIN, END, NO_SEQUENCE_PARALLEL, README, build, compare
 
 
 @pytest.mark.parametrize("family", families())
@@ -17,6 +18,13 @@ def test_trains_as_one_process_does(family):
     for result in report.results:
         assert not result.comparison.missing
         assert result.comparison.first_gradient_gap <= 1e-6, result.layout
+
+
+def test_sequence_parallelism_that_cannot_be_offered_is_refused_with_its_reason(one_process):
+    mesh = DeviceMesh("cpu", [0])
+    for family in NO_SEQUENCE_PARALLEL:
+        with pytest.raises(ValueError, match="sequence_parallel=True is not possible for .*: its blocks"):
+            auto_plan(build(family), mesh, sequence_parallel=True)
 
 
 def test_the_readme_names_them_all():

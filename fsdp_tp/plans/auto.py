@@ -21,7 +21,7 @@ def families() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
-def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto") -> dict[str, str]:
+def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_parallel: bool = False) -> dict[str, str]:
     """The plan of a Hugging Face decoder, as patterns for :func:`fsdp_tp.plans.match_plan`.
 
     Args:
@@ -30,12 +30,18 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto") -> dict[str
         family: take the model for this one of :func:`families`; ``"auto"`` reads its config.
 
     Raises:
-        ValueError: the family is unknown, or the axis does not divide the heads.
+        ValueError: the family is unknown, the axis does not divide the heads, or the family cannot
+            do ``sequence_parallel``.
     """
     known = _family(model, family)
+    if sequence_parallel and known.no_sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=True is not possible for {type(model).__name__}: {known.no_sequence_parallel}"
+        )
     _check_heads(model.config, axis)
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     block = f"{prefix}{known.blocks}.*."
+    mlp = block if known.mlp is None else f"{block}{known.mlp}."
     plan = {
         _path_of(model, model.get_input_embeddings()): "vocab",
         # Not already at the embedding: these models derive positions and masks from the shape
@@ -43,13 +49,14 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto") -> dict[str
         f"{prefix}{known.blocks}.0": "split_sequence",
         f"{block}{known.attention}": "shared_input",
         f"{block}{known.attention}.{known.row}": "row",
-        f"{block}{known.mlp}": "shared_input",
-        f"{block}{known.mlp}.{known.mlp_row}": "row",
+        f"{mlp}{known.mlp_row}": "row",
         f"{prefix}{known.last_norm}": "sequence_gather",
     }
     plan |= {f"{block}{known.attention}.{name}": "column" for name in known.columns}
     plan |= {f"{block}{known.attention}.{name}": "per_head" for name in known.per_head}
-    plan |= {f"{block}{known.mlp}.{name}": "column" for name in known.mlp_columns}
+    plan |= {f"{mlp}{name}": "column" for name in known.mlp_columns}
+    if known.mlp is not None:
+        plan[f"{block}{known.mlp}"] = "shared_input"
     plan |= {f"{block}{name}": "sequence" for name in known.norms}
     plan |= {f"{prefix}{path}": style for path, style in known.whole.items()}
     head = model.get_output_embeddings()

@@ -17,13 +17,16 @@ class Family:
     """Norms of single query or key heads."""
     head_counts: tuple[str, ...] = ()
     """Attributes of the attention module that say how many heads it has: each rank has its share."""
-    mlp: str = "mlp"
+    mlp: str | None = "mlp"
+    """None: its layers stand in the block itself."""
     mlp_columns: tuple[str, ...] = ("gate_proj", "up_proj")
     mlp_row: str = "down_proj"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     last_norm: str = "norm"
     whole: dict[str, str] = field(default_factory=dict)
     """Other modules of the base model, with their styles."""
+    no_sequence_parallel: str = ""
+    """Why it cannot be offered, if so."""
 
 
 _LLAMA = Family()
@@ -77,5 +80,17 @@ FAMILIES: dict[str, Family] = {
         norms=("ln_1", "ln_2"),
         last_norm="ln_f",
         whole={"wpe": "replicate"},
+    ),
+    "opt": Family(
+        blocks="decoder.layers",
+        row="out_proj",
+        head_counts=("num_heads",),
+        mlp=None,
+        mlp_columns=("fc1",),
+        mlp_row="fc2",
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        last_norm="decoder.final_layer_norm",
+        whole={"decoder.embed_positions": "replicate"},
+        no_sequence_parallel="its blocks join the rows of a batch and their sequences into one dim",
     ),
 }
