@@ -34,7 +34,7 @@ SIZES = {
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "query_pre_attn_scalar": 8},
     "gemma3_text": {**_GEMMA, "query_pre_attn_scalar": 8},
-    "cohere": {**models.SIZES, **_IN_VOCABULARY},
+    "cohere": {**models.SIZES, **_IN_VOCABULARY, "logit_scale": 1.0},
     "phi": _HEADS,
     "gpt_neox": _HEADS,
     "gptj": dict(

@@ -226,14 +226,19 @@ def _run(rank: int, message: bytes, connection: Connection) -> Any:
         use_deterministic_algorithms()
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+    store = dist.FileStore(store_path, world_size)
     dist.init_process_group(
         "gloo" if device is None else "cpu:gloo,cuda:nccl",
-        store=dist.FileStore(store_path, world_size),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),
         device_id=device,
     )
+    # A rank that is quick to end would break the connections that others are still making to it.
+    joined = dist.PrefixStore("joined", store)
+    joined.set(str(rank), "")
+    joined.wait([str(each) for each in range(world_size)])
     torch.manual_seed(0)
     if not inspect.isgeneratorfunction(function):
         return function(*args)
