@@ -7,6 +7,7 @@ import pytest
 
 from fsdp_tp.parity import trace
 from fsdp_tp.parity.blame import in_causal_order
+from fsdp_tp.parity.checks import check_same_start
 from fsdp_tp.parity.judge import BOUNDS, Noise, compare, gap
 from fsdp_tp.parity.trace import Step, Trace, exact, key
 
@@ -103,6 +104,14 @@ def test_noise_as_large_as_the_value_is_not_judged_and_said():
     assert found.sentence() == "1 values are rounding alone, such as the output of a"
     assert judge([(2, "output:a")], noise=[made([(2, "output:a")], scale=0.4)], scale=1.0).verdict == "different"
     assert judge([(2, "output:a")], noise=[made([(2, "output:a")], scale=math.nan)], scale=1.0).verdict == "equal"
+
+
+def test_the_same_start_is_told_as_well_as_a_sketch_can():
+    """In fp64 the sums of a sketch round more than the eps by which weights are perturbed."""
+    eps = 2.0**-52
+    check_same_start(made(), made([(0, "weight:a.weight")], scale=4 * eps), eps)
+    with pytest.raises(ValueError, match="other initial weights on every run .a.weight differs"):
+        check_same_start(made(), made([(0, "weight:a.weight")], scale=1e-9), eps)
 
 
 def test_bounds_of_the_levels():
