@@ -104,6 +104,7 @@ class Observer:
         self._calls: dict[str, int] = {}
         self._outputs: list[tuple[Tensor, str, bool]] = []
         self._found: dict[tuple[str, int], Tensor] = {}
+        self._starts: dict[str, tuple[int, ...]] = {}
         bound = [entry for module in model.modules() for entry in getattr(module, "_replicated_parameters", ())]
         self._summing = {entry.module for entry in bound if entry.partial}
         for path, module in _observable(model):
@@ -128,8 +129,10 @@ class Observer:
             tensor = parameter if stage == trace.WEIGHT else parameter.grad
             if isinstance(tensor, DTensor):
                 if tensor._local_tensor.numel():
-                    replica = _replica(tensor)
-                    self._add(trace.key(stage, name), tensor._local_tensor, tensor.shape, _starts(tensor), replica)
+                    if name not in self._starts:  # stays the same, and the gradient lies where the weight does
+                        self._starts[name] = _starts(tensor)
+                    starts, replica = self._starts[name], _replica(tensor)
+                    self._add(trace.key(stage, name), tensor._local_tensor, tensor.shape, starts, replica)
             elif tensor is not None:
                 self._add(trace.key(stage, name), tensor, tensor.shape, (0,) * tensor.ndim, self._rank)
 
@@ -254,7 +257,7 @@ def _starts(tensor: DTensor) -> tuple[int, ...]:
         shape = [1] * tensor.ndim
         shape[dim] = size
         indices = torch.arange(size).view(shape).expand(tensor.shape)
-        starts.append(int(own_part(indices, tensor).reshape(-1)[0]))
+        starts.append(int(own_part(indices, tensor)[(0,) * tensor.ndim]))
     return tuple(starts)
 
 

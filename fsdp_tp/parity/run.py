@@ -184,6 +184,7 @@ def _reference_runs(
         runs, recorded = trace.read(reference)
         if recorded:
             check_same_job(recorded, _description(job), reference)
+        check_finite(runs["reference"])
         return runs, [_NO_NOISE] if len(runs) == 1 else []
     one = reference.world_size == 1
     shapes, notes = (None, []) if one else probe_shapes(job.build_model, job.loss, job.batch(1))
