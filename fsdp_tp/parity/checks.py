@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fsdp_tp.parity import trace
-from fsdp_tp.parity.job import Job, draws_random_numbers
+from fsdp_tp.parity.job import Job, count_rows, draws_random_numbers
 from fsdp_tp.parity.judge import SAME, gap
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.trace import Trace
@@ -25,7 +23,7 @@ _BYTES_PER_RANK = 500 * 2**20  # of an idle process with torch and transformers,
 def check_fits(job: Job, layout: Layout) -> None:
     """Raises ValueError if the batches or this machine do not allow ``layout``."""
     parts = layout.data_size * layout.micro_batches
-    rows = next(leaf for leaf in tree_leaves(job.batch(1)) if isinstance(leaf, Tensor) and leaf.ndim).shape[0]
+    rows = count_rows(job.batch(1))
     if rows % parts:
         raise ValueError(
             f"layout {layout}: {rows} rows of a global batch do not divide into {layout.data_size} data ranks x "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, StrictUndefined
 
+from fsdp_tp.parity.files import write_whole
 from fsdp_tp.parity.judge import BOUNDS, MEGATRON_C, MEGATRON_K, NOISE_FACTOR
 from fsdp_tp.parity.report import LEVELS, LevelReport, Report, Result, number
 
@@ -52,10 +53,7 @@ def write_html(report: Report, path: Path) -> None:
         megatron_k=MEGATRON_K,
         megatron_c=MEGATRON_C,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, [page])
 
 
 def _kind(result: Result) -> str:

@@ -183,13 +183,13 @@ def draws_random_numbers(job: Job, layout: Layout) -> tuple[float, float, list[s
     """Losses of two forwards of one batch with different seeds, and the model's dropout modules."""
     mesh = fsdp_tp.init_mesh(config=layout.parallel)
     model = _build(job, Role(layout=layout, plain=layout == Layout()), mesh)
-    size = job.batch(1)
+    batch = job.batch(1)
+    own = _slice(batch, _rows(batch, mesh, 0, 1))
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        rows = _rows(size, mesh, 0, 1)
         with torch.no_grad():
-            losses.append(float(job.loss(model, _slice(size, rows), mesh, layout)))
+            losses.append(float(job.loss(model, own, mesh, layout)))
     dropout = [path for path, each in model.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
     config = getattr(model, "config", None)
     dropout += [f"config.{name}" for name in ("attention_dropout", "attn_pdrop") if getattr(config, name, 0.0)]
@@ -248,8 +248,13 @@ def _mean(value: Tensor, mesh: ParallelMesh) -> Tensor:
     return total / mesh.data_size
 
 
+def count_rows(batch: Batch) -> int:
+    """How many rows a global batch has."""
+    return next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim).shape[0]
+
+
 def _rows(batch: Batch, mesh: ParallelMesh, index: int, count: int) -> Rows:
-    total = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim).shape[0]
+    total = count_rows(batch)
     size = total // (mesh.data_size * count)
     return Rows((mesh.data_rank * count + index) * size, size, total)
 

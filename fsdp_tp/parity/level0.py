@@ -58,12 +58,12 @@ def _type_findings(job: Job, layout: Layout, world_size: int) -> list[str]:
     found = static.check(
         functools.partial(_build_for_types, job),
         job.batch(1),
+        functools.partial(_typed_loss, job, layout),
         world_size=world_size,
         tensor_parallel_degree=layout.tensor,
         hybrid_shard_degree=layout.shard,
         sequence_parallel=layout.sequence_parallel,
         loss_parallel=layout.loss_parallel,
-        step=functools.partial(_typed_loss, job, layout),
     )
     return [str(finding) for finding in found]
 

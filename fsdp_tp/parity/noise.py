@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,8 +61,8 @@ def reorder_a_sum(model: nn.Module) -> str | None:
         the layer's path, or None if there is no linear layer.
     """
     blocks = find_blocks(model)
-    inside = [path for path, module in model.named_modules() if _is_linear(module) and _is_inside(path, blocks)]
-    candidates = inside or [path for path, module in model.named_modules() if _is_linear(module)]
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    candidates = [path for path in linears if any(path.startswith(f"{block}.") for block in blocks)] or linears
     if not candidates:
         return None
     path = candidates[len(candidates) // 2]
@@ -84,11 +83,3 @@ class _ReversedFeatures(TorchFunctionMode):
         if func is F.linear:
             args = (args[0].flip(-1), args[1].flip(-1), *args[2:])
         return func(*args, **(kwargs or {}))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
-def _is_inside(path: str, blocks: Iterable[str]) -> bool:
-    return any(path.startswith(f"{block}.") for block in blocks)

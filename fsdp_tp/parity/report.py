@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
+from fsdp_tp.parity.files import write_whole
 from fsdp_tp.parity.judge import Comparison, Verdict
 
 LEVELS = {
@@ -153,11 +154,7 @@ def _result_to_json(result: Result) -> dict[str, Any]:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Writes all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(to_json(report), indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(path, [json.dumps(to_json(report), indent=2), "\n"])
 
 
 def table(report: Report) -> Table:

@@ -47,14 +47,10 @@ class Finding:
         return f"{self.module or '(model)'}: {self.operation}: {self.message}"
 
 
-def hugging_face_loss(model: nn.Module, batch: Mapping[str, Any], mesh: ParallelMesh) -> Tensor:
-    """The loss that a Hugging Face model computes from ``batch``, which has ``labels``."""
-    return model(**batch).loss
-
-
 def check(
     build_model: Callable[[], nn.Module],
     batch: Any,
+    step: Step,
     *,
     world_size: int,
     tensor_parallel_degree: int,
@@ -62,16 +58,15 @@ def check(
     plan: str | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
-    step: Step = hugging_face_loss,
 ) -> list[Finding]:
     """Splits a model as in a world of ``world_size`` ranks and type-checks one forward and loss.
 
     Args:
         build_model: makes the model, on the CPU or, whatever its size, on the meta device.
         batch: tensors in any nesting, the same on all ranks of the tensor axis.
+        step: ``step(model, batch, mesh)`` computes the loss.
         world_size, tensor_parallel_degree, hybrid_shard_degree: the world to check for.
         plan, sequence_parallel, loss_parallel: as in :func:`fsdp_tp.parallelize`.
-        step: ``step(model, batch, mesh)`` computes the loss.
 
     Returns:
         At most one finding a module: what follows in it may be a consequence of the first.

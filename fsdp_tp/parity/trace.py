@@ -8,12 +8,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_tp.parity.files import write_whole
 from fsdp_tp.parity.sketch import BUCKETS
 
 Sketch = NDArray[np.float64]
@@ -132,14 +134,8 @@ def write(path: Path, runs: dict[str, Trace], job: dict[str, Any]) -> None:
         "blocks": reference.blocks,
         "unlifted": reference.unlifted,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w") as file:
-        file.write(json.dumps(head) + "\n")
-        for name, trace in runs.items():
-            for step in trace.steps:
-                file.write(json.dumps(_to_json(name, step)) + "\n")
-    temporary.replace(path)
+    records = (_to_json(name, step) for name, trace in runs.items() for step in trace.steps)
+    write_whole(path, (json.dumps(values) + "\n" for values in chain([head], records)))
 
 
 def read(path: Path) -> tuple[dict[str, Trace], dict[str, Any]]:

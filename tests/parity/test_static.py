@@ -26,8 +26,16 @@ EIGHT_HEADS = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=8)
 def _check_hugging_face(family="llama", *, world=2, **options):
     ids = batch(rows=2)[:, :-1]
     return check(
-        lambda: hugging_face(family, **EIGHT_HEADS), {"input_ids": ids, "labels": ids}, **WORLDS[world], **options
+        lambda: hugging_face(family, **EIGHT_HEADS),
+        {"input_ids": ids, "labels": ids},
+        _hugging_face_loss,
+        **WORLDS[world],
+        **options,
     )
+
+
+def _hugging_face_loss(model, batch, mesh):
+    return model(**batch).loss
 
 
 def _check_two_layers(*, plan=TWO_LAYER_PLAN, build=TwoLayerNet, loss_parallel=False, step=None, **options):
@@ -41,9 +49,9 @@ def _check_two_layers(*, plan=TWO_LAYER_PLAN, build=TwoLayerNet, loss_parallel=F
     return check(
         build,
         (tokens[:, :-1], tokens[:, 1:]),
+        step or own_step,
         plan={"position": "replicate", "layers.0": "split_sequence"} | plan,
         loss_parallel=loss_parallel,
-        step=step or own_step,
         **WORLDS[2],
         **options,
     )
@@ -83,7 +91,7 @@ def test_a_model_of_any_size_is_checked_on_the_meta_device_within_seconds():
     mask = torch.zeros(1, 1, 4096, 4096, device="meta")  # transformers would read values to make one
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     start = time.perf_counter()
-    assert check(build, inputs, sequence_parallel=True, **WORLDS[2048]) == []
+    assert check(build, inputs, _hugging_face_loss, sequence_parallel=True, **WORLDS[2048]) == []
     assert time.perf_counter() - start < 10
 
 
@@ -254,7 +262,7 @@ def test_what_the_types_do_not_see():
 
 def test_a_world_that_cannot_be_checked(one_process):
     with pytest.raises(ValueError, match="nothing to check"):
-        check(TwoLayerNet, (), world_size=2, tensor_parallel_degree=1)
+        check(TwoLayerNet, (), _hugging_face_loss, world_size=2, tensor_parallel_degree=1)
     with pytest.raises(ValueError, match="call it where no process group exists"):
         _check_hugging_face()
 
