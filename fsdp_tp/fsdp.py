@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_tp.comm.functional import chunk_of
 from fsdp_tp.layers.parameter import is_fsdp_sharded
 from fsdp_tp.mesh import ParallelMesh, init_mesh
 from fsdp_tp.modules import require_no_optimizer
@@ -126,10 +127,28 @@ def fsdp_mesh(
                 "the module has DTensor parameters: pass mesh=, the ParallelMesh on whose tensor axis they are split"
             )
         mesh = _world_mesh(hybrid_shard_degree or 0)
+    _check_no_rank_is_empty(modules)
     degree = mesh.shard.size()
     if hybrid_shard_degree not in (None, degree) and not (hybrid_shard_degree == 0 and mesh.replicate_size == 1):
         raise ValueError(f"hybrid_shard_degree={hybrid_shard_degree} contradicts the mesh, built for {degree}")
     return mesh.fsdp if mesh.replicate_size > 1 else mesh.shard
+
+
+def _check_no_rank_is_empty(modules: list[nn.Module]) -> None:
+    """torch's FSDP fails in backward on a rank that has nothing of a parameter (2.13)."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor) or is_fsdp_sharded(parameter):
+                continue
+            for axis, placement in enumerate(parameter.placements):
+                if not placement.is_shard():
+                    continue
+                size, ranks = parameter.shape[placement.dim], parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
+                if chunk_of(size, ranks, ranks - 1)[1] == 0:
+                    raise ValueError(
+                        f"{name}: {size} rows over a tensor axis of {ranks} ranks leave the last one nothing, which "
+                        "FSDP cannot shard; use fewer ranks or more rows"
+                    )
 
 
 # One mesh for all fully_shard calls of a script that passes none, for as long as its world lives:

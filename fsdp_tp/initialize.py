@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_tp.layers.canonical import arrangement_of, own_part_of, whole_shape
+
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _UNSET = (
     "{} is not initialised: neither a Hugging Face _init_weights nor a reset_parameters() or init_weights() method of "
@@ -88,7 +90,11 @@ def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter
     device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
     tables = dict(module._parameters)
     whole = {  # also of what is tied to an earlier module's and stays: the initialiser must not write to that
-        name: nn.Parameter(_mark_unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
+        name: nn.Parameter(
+            _mark_unset(
+                torch.empty(whole_shape(parameter, arrangement_of(module, name)), dtype=parameter.dtype, device=device)
+            )
+        )
         for name, parameter in tables.items()
         if parameter is not None
     }
@@ -105,7 +111,7 @@ def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter
         if is_unset(whole[name]):
             raise ValueError(_UNSET.format(f"{path}.{name}".lstrip("."), type(module).__name__))
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        local.copy_(own_part(whole[name].data, parameter))
+        local.copy_(own_part_of(whole[name].data, parameter, arrangement_of(module, name)))
 
 
 def _initializer(module: nn.Module, path: str, hugging_face: dict[str, nn.Module]) -> Any:
@@ -130,26 +136,6 @@ def is_unset(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor.dtype in _SIGNED and bool((tensor == torch.iinfo(tensor.dtype).min).any())
-
-
-def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of ``whole``, a tensor of ``parameter``'s global shape. No communication.
-
-    The tensor axis comes last in a mesh but splits first: FSDP shards what it left.
-    """
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for axis in reversed(range(mesh.ndim)):
-        placement = parameter.placements[axis]
-        if placement.is_replicate():
-            continue
-        chunks = whole.chunk(mesh.size(axis), placement.dim)  # type: ignore[attr-defined]
-        index = coordinate[axis]
-        whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
-    return whole
 
 
 def _seed_of(path: str, seed: int) -> int:

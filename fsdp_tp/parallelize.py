@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp import regions
 from fsdp_tp.inputs import check_first_inputs
+from fsdp_tp.layers.bound import BoundParameter, bind_locals
+from fsdp_tp.layers.canonical import place_split
+from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
-from fsdp_tp.layers.front import transform_first_argument, transform_output
+from fsdp_tp.layers.front import transform_argument, transform_first_argument, transform_output
 from fsdp_tp.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
+from fsdp_tp.layers.norm import split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
-from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals
+from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
-from fsdp_tp.plans import WHOLE_STYLES, auto_plan, families, match_plan, share_head_counts
+from fsdp_tp.plans import WHOLE_STYLES, Plan, auto_plan, families, match, match_plan
 
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
 
@@ -70,12 +76,14 @@ def parallelize(
         return model
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
-    family = plan if isinstance(plan, str) else None
     if isinstance(plan, str):
         if plan != "auto" and plan not in families():
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
-        plan = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
-    styles = match_plan(model, plan)
+        full = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
+    else:
+        full = Plan(styles=plan)
+    styles = match_plan(model, full.styles)
+    splits, parts = match(model, full.splits), match(model, full.parameters)
     _check_every_gradient_is_known(model, styles, sequence_parallel)
     _warn_about_dropout(model)
 
@@ -87,7 +95,9 @@ def parallelize(
         if style in _SPLIT_STYLES:
             module = model.get_submodule(path)
             try:
-                layers[module] = _split_layer(module, path, styles, mesh, sequence_parallel, loss_parallel)
+                layers[module] = _split_layer(
+                    module, path, styles, mesh, sequence_parallel, loss_parallel, splits.get(path)
+                )
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
     tied = _tie(layers)
@@ -95,10 +105,15 @@ def parallelize(
         if module in layers:
             model.set_submodule(path, layers[module])
 
-    _replicate_the_rest(model, styles, mesh, tied, sequence_parallel=sequence_parallel)
+    for path, style in styles.items():
+        if style == "over_heads":
+            split_rms_norm(model.get_submodule(path), splits[path], mesh.tensor)
+    _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
     _insert_regions(model, styles, mesh, sequence_parallel=sequence_parallel)
-    if family is not None:
-        share_head_counts(model, mesh.tensor, family=family)
+    _insert_further_regions(model, full, mesh.tensor.get_group())
+    for path, attributes in match(model, full.attributes).items():
+        for name, value in attributes.items():
+            _set_attribute(model.get_submodule(path), name, value)
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     if loss_parallel:
         if "column_gather" not in styles.values():
@@ -109,11 +124,18 @@ def parallelize(
 
 
 def _split_layer(
-    module: Any, path: str, styles: Mapping[str, str], mesh: ParallelMesh, sequence_parallel: bool, loss_parallel: bool
+    module: Any,
+    path: str,
+    styles: Mapping[str, str],
+    mesh: ParallelMesh,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    split: Split | None,
 ) -> nn.Module:
     style = styles[path]
     if style == "row":
-        return RowParallelLinear.from_linear(module, mesh=mesh, sequence_parallel=sequence_parallel)
+        row = RowParallelConv1D if is_conv1d(module) else RowParallelLinear
+        return row.from_linear(module, mesh=mesh, sequence_parallel=sequence_parallel, split=split)
     if style == "vocab":
         splits_later = "split_sequence" in styles.values()
         return VocabParallelEmbedding.from_embedding(
@@ -121,12 +143,14 @@ def _split_layer(
         )
     # After a gathered last norm the output projection's input is whole, its gradient still to be summed.
     follows_gather = sequence_parallel and style == "column_gather" and "sequence_gather" in styles.values()
-    return ColumnParallelLinear.from_linear(
+    column = ColumnParallelConv1D if is_conv1d(module) else ColumnParallelLinear
+    return column.from_linear(
         module,
         mesh=mesh,
         gather_output=style == "column_gather" and not loss_parallel,
         sequence_parallel=sequence_parallel,
         shared_input=follows_gather or _is_inside_shared_input(path, styles),
+        split=split,
     )
 
 
@@ -160,30 +184,34 @@ def _tie(layers: Mapping[nn.Module, nn.Module]) -> dict[nn.Parameter, nn.Paramet
     return tied
 
 
-def _replicate_the_rest(
+def _bind_the_rest(
     model: nn.Module,
     styles: Mapping[str, str],
+    parts: Mapping[str, tuple[Split, int]],
     mesh: ParallelMesh,
     tied: dict[nn.Parameter, nn.Parameter],
     *,
     sequence_parallel: bool,
 ) -> None:
-    """Everything that no layer split becomes ``Replicate()`` on the tensor axis and is bound."""
+    """Everything that no layer split is bound: split by ``parts``, or else ``Replicate()`` on the tensor axis."""
     group = mesh.tensor.get_group()
-    own: dict[str, list[ReplicatedParameter]] = {}
+    own: dict[str, list[BoundParameter]] = {}
     for path, module in model.named_modules():
         if styles.get(path) in _SPLIT_STYLES:
             if isinstance(module, RowParallelLinear) and sequence_parallel and module.bias is not None:
-                own[path] = [ReplicatedParameter(module, "bias", True)]
+                own[path] = [BoundParameter(module, "bias", True)]
             continue
         own[path] = []
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if (part := parts.get(_join(path, name))) is not None:
+                place_split(module, name, *part, mesh.tensor)
+                own[path].append(BoundParameter(module, name, False, *part))
+            elif parameter is not None and not isinstance(parameter, DTensor):
                 replicated = place_parameter(parameter, Replicate(), mesh.tensor)
                 module._parameters[name] = tied.setdefault(parameter, replicated)
                 style = _whole_style(_join(path, name), styles)
                 partial = style == "per_head" or (sequence_parallel and style in ("sequence", "sequence_gather"))
-                own[path].append(ReplicatedParameter(module, name, partial))
+                own[path].append(BoundParameter(module, name, partial))
     blocks = find_blocks(model)
     for path, module in list(model.named_modules()):
         entries = [] if styles.get(path) in _SPLIT_STYLES else own[path]
@@ -217,12 +245,12 @@ def _check_every_gradient_is_known(model: nn.Module, styles: Mapping[str, str], 
     split_parents = {path.rpartition(".")[0] for path, style in styles.items() if style in ("column", "row")}
     unclear = []
     for path, module in model.named_modules():
-        if styles.get(path) in _SPLIT_STYLES:
+        if styles.get(path) in (*_SPLIT_STYLES, "experts", "over_heads"):
             continue
         for name, _ in module.named_parameters(recurse=False):
             parameter = _join(path, name)
             style = _whole_style(parameter, styles)
-            if style != "per_head" and _is_inside_shared_input(parameter, styles):
+            if style not in ("per_head", "over_heads") and _is_inside_shared_input(parameter, styles):
                 raise ValueError(
                     f"{parameter} stays whole inside a shared_input module, where only weights between the column and "
                     "row layers can: give it the style 'per_head' if it is there, or drop the shared_input"
@@ -274,10 +302,55 @@ def _insert_regions(
     for path, style in styles.items():
         if style == "shared_input":
             transform_first_argument(model.get_submodule(path), enter)
+        elif style == "experts":
+            for name in ("hidden_states", "top_k_weights"):
+                transform_argument(model.get_submodule(path), name, lambda x: regions.copy_to_tensor_axis(x, group))
+            transform_output(model.get_submodule(path), lambda x: regions.reduce_from_tensor_axis(x, group))
+        elif style == "whole_sequence" and sequence_parallel:
+            module = model.get_submodule(path)
+            transform_first_argument(module, lambda x: regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group))
+            transform_output(module, split)
         elif style == "split_sequence" and sequence_parallel:
             transform_first_argument(model.get_submodule(path), split)
         elif style == "sequence_gather" and sequence_parallel:
-            transform_output(model.get_submodule(path), gather)
+            transform_output(model.get_submodule(path), gather, partial_gradient=has_head)
+
+
+def _insert_further_regions(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
+    def enter(x: Tensor) -> Tensor:
+        return regions.copy_to_tensor_axis(x, group)
+
+    for path, names in match(model, plan.shared_arguments).items():
+        for name in names:
+            transform_argument(model.get_submodule(path), name, enter)
+    for pattern, (names, heads) in plan.own_heads.items():
+        for path in match(model, {pattern: ""}):
+            for name in names:
+                transform_argument(model.get_submodule(path), name, _OwnHeads(heads))
+
+
+class _OwnHeads:
+    """Of something for each of all heads that of this rank's: ``(batch, heads, ...)`` or ``(batch * heads, ...)``.
+
+    What has one head in all is for every head.
+    """
+
+    def __init__(self, heads: tuple[Tensor, int]) -> None:
+        self.own, self.count = heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        own = self.own.to(x.device)
+        if x.ndim == 3:
+            return x.unflatten(0, (-1, self.count)).index_select(1, own).flatten(0, 1)
+        return x.index_select(1, own) if x.shape[1] == self.count and self.count > 1 else x
+
+
+def _set_attribute(module: Any, name: str, value: Any) -> None:
+    first, _, rest = name.partition(".")
+    if rest:  # of an object that others use too
+        setattr(module, first, copy.copy(getattr(module, first)))
+        module, first = getattr(module, first), rest
+    setattr(module, first, value)
 
 
 def _warn_about_dropout(model: nn.Module) -> None:

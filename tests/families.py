@@ -36,6 +36,22 @@ SIZES = {
     "gemma3_text": {**_GEMMA, "query_pre_attn_scalar": 8},
     "cohere": {**models.SIZES, **_IN_VOCABULARY, "logit_scale": 1.0},
     "phi": _HEADS,
+    "phi3": {**models.SIZES, **_IN_VOCABULARY, "resid_pdrop": 0.0},
+    "gpt2": dict(
+        vocab_size=models.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False, **_IN_VOCABULARY,
+        **_NO_DROPOUT,
+    ),
+    "falcon": dict(
+        vocab_size=models.VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, use_cache=False,
+        ffn_hidden_size=48, **_IN_VOCABULARY,
+    ),
+    "bloom": dict(
+        vocab_size=models.VOCABULARY, hidden_size=32, n_layer=2, n_head=4, use_cache=False, **_IN_VOCABULARY,
+    ),
+    "mixtral": {**models.SIZES, "num_local_experts": 4, "head_dim": 8},
+    "qwen3_moe": {
+        **models.SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+    },
     "gpt_neox": _HEADS,
     "gptj": dict(
         vocab_size=models.VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, use_cache=False,

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_tp
-from fsdp_tp.initialize import materialize, own_part
+from fsdp_tp.initialize import materialize
+from fsdp_tp.layers.parameter import own_part
 from tests import models
 from tests.ranks import run
 

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_tp import regions
+from fsdp_tp.comm.functional import chunk_of
 from fsdp_tp.layers.linear import SEQUENCE_DIM
-from fsdp_tp.layers.parameter import place_parameter, shell_of, split_size, tensor_axis, to_local
+from fsdp_tp.layers.parameter import place_parameter, shell_of, tensor_axis, to_local
 from fsdp_tp.mesh import ParallelMesh
 
 
@@ -28,14 +29,14 @@ class VocabParallelEmbedding(nn.Embedding):
     - Gradient: dE_r from this rank's rows only; nothing is reduced.
 
     Args:
-        num_embeddings, embedding_dim: global sizes; t must divide ``num_embeddings``.
+        num_embeddings, embedding_dim: global sizes. The last ranks have fewer rows where t does not divide
+            ``num_embeddings``.
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis.
         padding_idx: as in ``nn.Embedding``: this row gets no gradient.
         sequence_parallel: leave the output split along the sequence (dim -2).
         device, dtype: as in ``nn.Embedding``. The initial values do not depend on t.
 
     Raises:
-        ValueError: t does not divide ``num_embeddings``, or, in forward, the sequence.
         RuntimeError: an id out of range (on CUDA, as a device-side assertion).
     """
 
@@ -77,10 +78,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def _split(self, mesh: ParallelMesh | DeviceMesh, *, sequence_parallel: bool) -> None:
         axis = tensor_axis(mesh)
-        rows = split_size("num_embeddings", self.num_embeddings, axis)
         self.weight = place_parameter(self.weight, Shard(0), axis)
         self.tensor_group = axis.get_group()
-        self.first_row = rows * axis.get_local_rank()
+        self.first_row, _ = chunk_of(self.num_embeddings, axis.size(), axis.get_local_rank())
         self.sequence_parallel = sequence_parallel
 
     def forward(self, input: Tensor) -> Tensor:
@@ -96,8 +96,11 @@ class VocabParallelEmbedding(nn.Embedding):
         padding_idx = None
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first_row < rows:
             padding_idx = self.padding_idx - self.first_row
-        output = F.embedding(index.masked_fill(elsewhere, 0), weight, padding_idx)
-        output = output.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if rows:
+            output = F.embedding(index.masked_fill(elsewhere, 0), weight, padding_idx)
+            output = output.masked_fill(elsewhere.unsqueeze(-1), 0)
+        else:
+            output = weight.sum(0).expand(*input.shape, -1)  # zeros, of which the empty weight has a gradient
         if self.sequence_parallel:
             return regions.reduce_scatter_sequence(output, SEQUENCE_DIM, self.tensor_group)
         return regions.reduce_from_tensor_axis(output, self.tensor_group)

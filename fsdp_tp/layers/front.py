@@ -15,10 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def put_in_front(module: nn.Module, mixin: type) -> None:
+class Front:
+    """Base of the mixins, whose ``forward`` takes whatever the module's own does."""
+
+
+def put_in_front(module: nn.Module, mixin: type[Front]) -> None:
     """Makes ``module`` an instance of a subclass of its class whose first base is ``mixin``."""
+    first: Any = mixin
     cls: Any = type(module)
-    module.__class__ = _combined(mixin, cls)
+    module.__class__ = _combined(first, cls)
 
 
 @cache
@@ -26,33 +31,50 @@ def _combined(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """Of the module's own ``forward``, whatever stands in front of it."""
+    own: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls) and not issubclass(cls, Front))
+    return list(inspect.signature(own.forward).parameters)[1:]
+
+
 def transform_first_argument(module: nn.Module, region: Callable[[Tensor], Tensor]) -> None:
     """``module.forward`` gets ``region(x)`` where it got x, its first argument, by position or name."""
-    module._first_argument = next(iter(inspect.signature(module.forward).parameters))  # type: ignore[assignment]
-    module._first_argument_region = region  # type: ignore[assignment]
-    put_in_front(module, Region)
+    transform_argument(module, argument_names(module)[0], region)
 
 
-def transform_output(module: nn.Module, region: Callable[[Tensor], Tensor]) -> None:
-    """``module.forward`` returns ``region(y)`` where it returned the tensor y."""
-    module._output_region = region  # type: ignore[assignment]
+def transform_argument(module: nn.Module, name: str, region: Callable[[Tensor], Tensor]) -> None:
+    """The same for the argument ``name``, unless it is None or not given."""
+    if not isinstance(module, Region):
+        module.__dict__["_argument_regions"] = []
+        put_in_front(module, Region)
+    module.__dict__["_argument_regions"].append((name, argument_names(module).index(name), region))
+
+
+def transform_output(module: nn.Module, region: Callable[[Tensor], Tensor], *, partial_gradient: bool = False) -> None:
+    """``module.forward`` returns ``region(y)`` where it returned the tensor y.
+
+    ``partial_gradient`` tells an observer that every rank has its own part of the gradient of ``region(y)``.
+    """
+    module.__dict__["_output_region"] = region
+    module.__dict__["_has_partial_gradient"] = partial_gradient
     put_in_front(module, OutputRegion)
 
 
-class OutputRegion:
+class OutputRegion(Front):
     _output_region: Callable[[Tensor], Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._output_region(super().forward(*args, **kwargs))  # type: ignore[misc]
 
 
-class Region:
-    _first_argument: str
-    _first_argument_region: Callable[[Tensor], Tensor]
+class Region(Front):
+    _argument_regions: list[tuple[str, int, Callable[[Tensor], Tensor]]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (self._first_argument_region(args[0]), *args[1:])
-        else:
-            kwargs[self._first_argument] = self._first_argument_region(kwargs[self._first_argument])
+        for name, position, region in self._argument_regions:
+            if position < len(args):
+                if args[position] is not None:
+                    args = (*args[:position], region(args[position]), *args[position + 1 :])
+            elif kwargs.get(name) is not None:
+                kwargs[name] = region(kwargs[name])
         return super().forward(*args, **kwargs)  # type: ignore[misc]

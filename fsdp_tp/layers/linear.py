@@ -2,7 +2,10 @@
 
 After Megatron-LM (arXiv 1909.08053, section 3); sequence parallelism after arXiv
 2205.05198, section 4.2. In the docstrings t is the size of the tensor axis, r the rank
-on it, and ``...`` any leading dims; under sequence parallelism the sequence is dim -2.
+on it, and ``...`` any leading dims; under sequence parallelism the sequence is dim -2. Sizes that t does
+not divide are split as by ``torch.chunk``: ``out_features / t`` is then ``ceil(out_features / t)``, and less
+on the last ranks (:meth:`Split.even <fsdp_tp.layers.split.Split.even>`). Another ``split`` says which
+features each rank has.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
 from fsdp_tp import regions
-from fsdp_tp.layers.parameter import place_parameter, shell_of, split_size, tensor_axis, to_local
-from fsdp_tp.layers.replicated import local_with_summed_gradient
+from fsdp_tp.layers.bound import local_with_summed_gradient
+from fsdp_tp.layers.canonical import place_split
+from fsdp_tp.layers.parameter import place_parameter, shell_of, tensor_axis, to_local
+from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 
 SEQUENCE_DIM = -2
@@ -36,7 +41,7 @@ class ColumnParallelLinear(nn.Linear):
     - Weight gradients: dW_r = dY_r^T X and db_r = sum of dY_r: local, nothing is reduced.
 
     Args:
-        in_features, out_features: global sizes; t must divide ``out_features``.
+        in_features, out_features: global sizes.
         bias: learn an additive bias.
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis.
         gather_output: all-gather Y, so that every rank has it whole.
@@ -47,10 +52,11 @@ class ColumnParallelLinear(nn.Linear):
             once for all layers that read it; this layer then does not reduce dX again.
         device, dtype: as in ``nn.Linear``. The initial values do not depend on t: every rank
             draws the whole weight, as ``nn.Linear`` would, and keeps its rows.
-
-    Raises:
-        ValueError: t does not divide ``out_features``.
+        split: of the output features: for heads that must stay whole, or for packed weights.
     """
+
+    out_dim = 0
+    """Of the weight."""
 
     def __init__(
         self,
@@ -64,9 +70,16 @@ class ColumnParallelLinear(nn.Linear):
         shared_input: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        split: Split | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._split(mesh, gather_output=gather_output, sequence_parallel=sequence_parallel, shared_input=shared_input)
+        self._split(
+            mesh,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            shared_input=shared_input,
+            split=split,
+        )
 
     @classmethod
     def from_linear(
@@ -77,23 +90,38 @@ class ColumnParallelLinear(nn.Linear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         shared_input: bool = False,
+        split: Split | None = None,
     ) -> Self:
         """A new layer with this rank's part of ``linear``'s weights (copied), its hooks and mode.
 
         ``linear`` must hold the same values on all ranks; it is not changed.
         """
         layer = shell_of(cls, linear, nn.Linear)
-        layer._split(mesh, gather_output=gather_output, sequence_parallel=sequence_parallel, shared_input=shared_input)
+        layer._split(
+            mesh,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            shared_input=shared_input,
+            split=split,
+        )
         return layer
 
     def _split(
-        self, mesh: ParallelMesh | DeviceMesh, *, gather_output: bool, sequence_parallel: bool, shared_input: bool
+        self,
+        mesh: ParallelMesh | DeviceMesh,
+        *,
+        gather_output: bool,
+        sequence_parallel: bool,
+        shared_input: bool,
+        split: Split | None,
     ) -> None:
         axis = tensor_axis(mesh)
-        split_size("out_features", self.out_features, axis)
-        self.weight = place_parameter(self.weight, Shard(0), axis)
+        even = Split.even(self.out_features, axis.size())
+        self.split = split or even
+        assert self.split == even or not gather_output, "gathering assumes the order of the whole"
+        place_split(self, "weight", self.split, self.out_dim, axis)
         if self.bias is not None:
-            self.bias = place_parameter(self.bias, Shard(0), axis)
+            place_split(self, "bias", self.split, 0, axis)
         self.tensor_group = axis.get_group()
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
@@ -105,10 +133,15 @@ class ColumnParallelLinear(nn.Linear):
                 input = regions.gather_sequence(input, SEQUENCE_DIM, self.tensor_group)
             else:
                 input = regions.copy_to_tensor_axis(input, self.tensor_group)
-        output = F.linear(input, to_local(self.weight), None if self.bias is None else to_local(self.bias))
+        weight = self.split.local(to_local(self.weight), self.out_dim, self.tensor_group)
+        bias = None if self.bias is None else self.split.local(to_local(self.bias), 0, self.tensor_group)
+        output = self._product(input, weight, bias)
         if self.gather_output:
-            output = regions.gather_from_tensor_axis(output, -1, self.tensor_group)
+            output = regions.gather_from_tensor_axis(output, -1, self.tensor_group, self.out_features)
         return output
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tensor={self.tensor_group.size()}, gather_output={self.gather_output}"
@@ -129,17 +162,18 @@ class RowParallelLinear(nn.Linear):
       ``sequence_parallel`` each rank sees its slice of dY, so db is summed over the axis.
 
     Args:
-        in_features, out_features: global sizes; t must divide ``in_features``.
+        in_features, out_features: global sizes.
         bias: learn an additive bias.
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis.
         input_is_parallel: X is already split, as a column-parallel layer leaves it; otherwise
             this layer takes its slice of a whole X.
         sequence_parallel: leave Y split along the sequence; t must divide its length.
         device, dtype: as in ``nn.Linear``. The initial values do not depend on t.
-
-    Raises:
-        ValueError: t does not divide ``in_features``, or, in forward, the sequence.
+        split: of the input features, as the column-parallel layer before splits its output.
     """
+
+    in_dim = 1
+    """Of the weight."""
 
     def __init__(
         self,
@@ -152,9 +186,10 @@ class RowParallelLinear(nn.Linear):
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        split: Split | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._split(mesh, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel)
+        self._split(mesh, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel, split=split)
 
     @classmethod
     def from_linear(
@@ -164,19 +199,29 @@ class RowParallelLinear(nn.Linear):
         mesh: ParallelMesh | DeviceMesh,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
+        split: Split | None = None,
     ) -> Self:
         """A new layer with this rank's part of ``linear``'s weights (copied), its hooks and mode.
 
         ``linear`` must hold the same values on all ranks; it is not changed.
         """
         layer = shell_of(cls, linear, nn.Linear)
-        layer._split(mesh, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel)
+        layer._split(mesh, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel, split=split)
         return layer
 
-    def _split(self, mesh: ParallelMesh | DeviceMesh, *, input_is_parallel: bool, sequence_parallel: bool) -> None:
+    def _split(
+        self,
+        mesh: ParallelMesh | DeviceMesh,
+        *,
+        input_is_parallel: bool,
+        sequence_parallel: bool,
+        split: Split | None,
+    ) -> None:
         axis = tensor_axis(mesh)
-        split_size("in_features", self.in_features, axis)
-        self.weight = place_parameter(self.weight, Shard(1), axis)
+        even = Split.even(self.in_features, axis.size())
+        self.split = split or even
+        assert self.split == even or input_is_parallel, "taking a slice assumes the order of the whole"
+        place_split(self, "weight", self.split, self.in_dim, axis)
         if self.bias is not None:
             self.bias = place_parameter(self.bias, Replicate(), axis)
         self.tensor_group = axis.get_group()
@@ -186,7 +231,7 @@ class RowParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
             input = regions.split_to_tensor_axis(input, -1, self.tensor_group)
-        output = F.linear(input, to_local(self.weight))
+        output = self._product(input, self.split.local(to_local(self.weight), self.in_dim, self.tensor_group))
         if self.sequence_parallel:
             output = regions.reduce_scatter_sequence(output, SEQUENCE_DIM, self.tensor_group)
         else:
@@ -196,6 +241,9 @@ class RowParallelLinear(nn.Linear):
         if self.sequence_parallel:
             return output + local_with_summed_gradient(self.bias, self.tensor_group)
         return output + to_local(self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, tensor={self.tensor_group.size()}"

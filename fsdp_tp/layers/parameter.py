@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 
+from fsdp_tp.comm.functional import chunk_of
 from fsdp_tp.mesh import ParallelMesh
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -27,18 +29,7 @@ def tensor_axis(mesh: ParallelMesh | DeviceMesh) -> DeviceMesh:
     raise ValueError(f"mesh={mesh!r} must be a ParallelMesh or a DeviceMesh with an axis named 'tensor'")
 
 
-def split_size(name: str, size: int, axis: DeviceMesh) -> int:
-    """``size / axis.size()``.
-
-    Raises:
-        ValueError: the axis does not divide ``size``.
-    """
-    if size % axis.size():
-        raise ValueError(f"{name}={size} is not a multiple of the tensor axis, which has {axis.size()} ranks")
-    return size // axis.size()
-
-
-def place_parameter(parameter: torch.Tensor, placement: Placement, axis: DeviceMesh) -> nn.Parameter:
+def place_parameter(parameter: Tensor, placement: Placement, axis: DeviceMesh) -> nn.Parameter:
     """This rank's part of ``parameter``, which all ranks of ``axis`` hold whole, as a DTensor.
 
     Needs no communication. Keeps dtype and ``requires_grad``; copies, so that the whole
@@ -47,18 +38,38 @@ def place_parameter(parameter: torch.Tensor, placement: Placement, axis: DeviceM
     whole = parameter.detach()
     if axis.size() == 1:
         return nn.Parameter(whole.clone(), requires_grad=parameter.requires_grad)
-    local = whole
-    if isinstance(placement, Shard):
-        size = split_size(
-            f"dim {placement.dim} of a parameter of shape {tuple(whole.shape)}", whole.shape[placement.dim], axis
-        )
-        local = whole.narrow(placement.dim, axis.get_local_rank() * size, size)
-    local = local.clone(memory_format=torch.contiguous_format)
-    dtensor = DTensor.from_local(local, axis, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    dtensor = from_local(
+        split_by([placement], whole, axis).clone(memory_format=torch.contiguous_format), axis, [placement], whole
+    )
     return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
 
-def is_fsdp_sharded(parameter: torch.Tensor) -> bool:
+def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of ``whole``, a tensor of ``parameter``'s global shape. No communication."""
+    return split_by(parameter.placements, whole, parameter.device_mesh) if isinstance(parameter, DTensor) else whole
+
+
+def split_by(placements: Sequence[Placement], whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of ``whole``, as DTensor cuts: the last ranks of an axis may have less, or nothing.
+
+    The tensor axis comes last in a mesh but splits first: FSDP shards what it left.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
+        if not placement.is_replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            whole = whole.narrow(dim, *chunk_of(whole.shape[dim], mesh.size(axis), coordinate[axis]))
+    return whole
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+    """A DTensor of the shape of ``whole`` from this rank's part. No communication."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def is_fsdp_sharded(parameter: Tensor) -> bool:
     """Whether ``parameter`` is in FSDP's sharded state (and not gathered for a forward)."""
     if not isinstance(parameter, DTensor):
         return False
@@ -66,7 +77,7 @@ def is_fsdp_sharded(parameter: torch.Tensor) -> bool:
     return any("shard" in name or "replicate" in name for name in names)
 
 
-def to_local(parameter: torch.Tensor) -> torch.Tensor:
+def to_local(parameter: Tensor) -> Tensor:
     """The local tensor to compute with. Its gradient has the placements of the parameter.
 
     A replicated parameter therefore needs an equal gradient on every rank; where each rank
@@ -82,6 +93,14 @@ def to_local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local(grad_placements=parameter.placements)
 
 
+_AS_LINEAR = ("transformers.pytorch_utils.Conv1D", "transformers.models.falcon.modeling_falcon.FalconLinear")
+"""Classes whose forward is that of ``nn.Linear``, the weight perhaps transposed."""
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def shell_of(cls: type[Layer], original: nn.Module, expected: type[nn.Module]) -> Layer:
     """A module of class ``cls`` with the attributes, hooks, mode and parameters of ``original``.
 
@@ -89,7 +108,7 @@ def shell_of(cls: type[Layer], original: nn.Module, expected: type[nn.Module]) -
         ValueError: ``original`` is of another class than ``expected``, subclasses included:
             their forward may differ.
     """
-    if type(original) is not expected:
+    if type(original) is not expected and _full_name(type(original)) not in _AS_LINEAR:
         raise ValueError(f"{cls.__name__} takes the place of nn.{expected.__name__}, not of {type(original).__name__}")
     layer = cls.__new__(cls)
     for name, value in original.__dict__.items():

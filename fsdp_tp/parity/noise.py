@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from fsdp_tp.initialize import own_part
-from fsdp_tp.layers.front import put_in_front
+from fsdp_tp.layers.canonical import arranged_parameters, own_part_of, whole_shape
+from fsdp_tp.layers.front import Front, put_in_front
 from fsdp_tp.modules import find_blocks
 from fsdp_tp.parity.sketch import Sketcher
 
@@ -28,12 +28,14 @@ def perturb(model: nn.Module, eps: float, *, seed: int, device: torch.device) ->
     tensor for the error that rounding may make in it.
     """
     sketcher = Sketcher(device)
-    for number, parameter in enumerate(model.parameters()):
+    arranged = arranged_parameters(model)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        shape = whole_shape(parameter, arranged.get(name))
         offset = _STRETCH * (seed + 1) * (number + 1)
-        signs = sketcher.signs(offset + parameter.numel())[offset:].view(parameter.shape)
+        signs = sketcher.signs(offset + shape.numel())[offset:].view(shape)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         # To its dtype first: an int8 times a Python float is fp32, where 1 + eps of fp64 is 1.
-        local.mul_(1 + eps * own_part(signs, parameter).to(local.dtype))
+        local.mul_(1 + eps * own_part_of(signs, parameter, arranged.get(name)).to(local.dtype))
 
 
 def perturb_output(module: nn.Module, eps: float, *, seed: int) -> None:
@@ -70,7 +72,7 @@ def reorder_a_sum(model: nn.Module) -> str | None:
     return path
 
 
-class _Reordered:
+class _Reordered(Front):
     """In front of a linear layer, split or not: whatever its forward does around the product stays."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

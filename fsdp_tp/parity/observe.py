@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp_tp.initialize import own_part
-from fsdp_tp.layers.front import OutputRegion
+from fsdp_tp.layers import ColumnParallelLinear, RowParallelLinear
+from fsdp_tp.layers.canonical import arranged_parameters, whole_shape
+from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.parity import trace
 from fsdp_tp.parity.layout import Layout
+from fsdp_tp.parity.pieces import Piece, pieces_of
 from fsdp_tp.parity.sketch import Sketcher
 
 
@@ -104,8 +106,10 @@ class Observer:
         self._calls: dict[str, int] = {}
         self._outputs: list[tuple[Tensor, str, bool]] = []
         self._found: dict[tuple[str, int], Tensor] = {}
-        self._starts: dict[str, tuple[int, ...]] = {}
-        bound = [entry for module in model.modules() for entry in getattr(module, "_replicated_parameters", ())]
+        self._pieces: dict[str, list[Piece]] = {}
+        self._arranged = arranged_parameters(model)
+        self._splits = _unusual_splits(model)
+        bound = [entry for module in model.modules() for entry in getattr(module, "_bound_parameters", ())]
         self._summing = {entry.module for entry in bound if entry.partial}
         for path, module in _observable(model):
             # In front of FSDP's hooks, which replace what a module reads by copies.
@@ -121,7 +125,7 @@ class Observer:
         """Notes the global batch, which every rank has."""
         for number, tensor in enumerate(tensors):
             event = trace.key(trace.BATCH, str(number))
-            self._add(event, tensor.double(), tensor.shape, (0,) * tensor.ndim, self._rank)
+            self._add(event, [(tensor.double(), (0,) * tensor.ndim)], tensor.shape, self._rank)
 
     def parameters(self, stage: str) -> None:
         """Notes all gradients, or all weights."""
@@ -129,12 +133,13 @@ class Observer:
             tensor = parameter if stage == trace.WEIGHT else parameter.grad
             if isinstance(tensor, DTensor):
                 if tensor._local_tensor.numel():
-                    if name not in self._starts:  # stays the same, and the gradient lies where the weight does
-                        self._starts[name] = _starts(tensor)
-                    starts, replica = self._starts[name], _replica(tensor)
-                    self._add(trace.key(stage, name), tensor._local_tensor, tensor.shape, starts, replica)
+                    if name not in self._pieces:  # stay the same, and the gradient lies where the weight does
+                        self._pieces[name] = pieces_of(tensor, self._arranged.get(name))
+                    shape = whole_shape(tensor, self._arranged.get(name))
+                    pieces = [piece.of(tensor._local_tensor) for piece in self._pieces[name]]
+                    self._add(trace.key(stage, name), pieces, shape, _replica(tensor))
             elif tensor is not None:
-                self._add(trace.key(stage, name), tensor, tensor.shape, (0,) * tensor.ndim, self._rank)
+                self._add(trace.key(stage, name), [(tensor, (0,) * tensor.ndim)], tensor.shape, self._rank)
 
     def take(self) -> tuple[list[str], np.ndarray[Any, np.dtype[np.float64]], list[int]]:
         """Events, sketches and replicas since the last call."""
@@ -153,7 +158,7 @@ class Observer:
             source = next((name for output, name, _ in self._outputs if output is tensor), None)
             if source is not None:
                 self.sources[event] = source
-            self._add_activation(event, tensor)
+            self._add_activation(event, tensor, self._split_at(path, RowParallelLinear))
 
         return hook
 
@@ -169,19 +174,27 @@ class Observer:
             event = trace.key(trace.OUTPUT, name)
             # Behind a gathering region, and where a weight's gradient is summed afterwards, every rank has its own
             # part of the gradient's sum.
-            partial = isinstance(module, OutputRegion) or module in self._summing
+            partial = getattr(module, "_has_partial_gradient", False) or module in self._summing
             partial = partial or any(gathered for output, _, gathered in self._outputs if output is tensor)
             self._outputs.append((tensor, event, partial))
-            self._add_activation(event, tensor)
+            split = self._split_at(path, ColumnParallelLinear)
+            self._add_activation(event, tensor, split)
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient(trace.key(trace.OUTPUT_GRADIENT, name), self._rows, partial))
+                gradient = trace.key(trace.OUTPUT_GRADIENT, name)
+                tensor.register_hook(self._gradient(gradient, split, self._rows, partial))
 
         return hook
 
-    def _gradient(self, event: str, rows: Rows, partial: bool) -> Any:
+    def _split_at(self, path: str, kind: type[nn.Module]) -> Split | None:
+        """How the features of what the module at ``path`` reads (row) or returns (column) are split, if its shape
+        does not tell."""
+        module, split = self._splits.get(path, (None, None))
+        return split if isinstance(module, kind) else None
+
+    def _gradient(self, event: str, split: Split | None, rows: Rows, partial: bool) -> Any:
         def hook(gradient: Tensor) -> None:
             # FSDP averages over the data ranks, so that locally gradients are too large by their number.
-            self._add_activation(event, gradient / self._mesh.data_size, rows=rows, partial=partial)
+            self._add_activation(event, gradient / self._mesh.data_size, split, rows=rows, partial=partial)
 
         return hook
 
@@ -189,7 +202,9 @@ class Observer:
         call = self._calls.get(path, 0)
         return f"{path}#{call}" if call else path
 
-    def _add_activation(self, event: str, tensor: Tensor, *, rows: Rows | None = None, partial: bool = False) -> None:
+    def _add_activation(
+        self, event: str, tensor: Tensor, split: Split | None, *, rows: Rows | None = None, partial: bool = False
+    ) -> None:
         if isinstance(tensor, DTensor):
             return
         mesh, rows = self._mesh, rows or self._rows
@@ -198,36 +213,67 @@ class Observer:
         if self._learning:
             self.shapes[shape_of] = tuple(tensor.shape)
         whole = self.shapes.get(shape_of, ())
-        place = locate(tensor.shape, whole, rows, mesh.data_rank, mesh.tensor_rank, mesh.tensor_size)
-        if place is None:
+        # With a split the shape tells all but where the features lie.
+        shape = tensor.shape if split is None else (*tensor.shape[:-1], *whole[-1:])
+        place = locate(shape, whole, rows, mesh.data_rank, mesh.tensor_rank, mesh.tensor_size)
+        if place is None or (split is None and self._is_among_unusual(path) and tensor.shape[1:] != whole[1:]):
             return
-        data_replica = place.data_replica
+        data_replica, tensor_replica = place.data_replica, place.tensor_replica
         if data_replica is not None and stage == trace.OUTPUT_GRADIENT:
             data_replica = None  # what all rows read gets a gradient from each
-        replica = (data_replica or 0) * mesh.tensor_size + (0 if partial else place.tensor_replica)
-        self._add(event, tensor, whole, place.starts, replica, again=data_replica is None)
+        pieces = [(tensor, place.starts)]
+        if split is not None:
+            tensor_replica = 0
+            # Of the same features on several ranks the values count once, the gradients add up.
+            once = stage != trace.OUTPUT_GRADIENT
+            pieces = [
+                (tensor.narrow(-1, first, length), (*place.starts[:-1], start))
+                for first, start, length in split.runs(mesh.tensor_rank, once=once)
+            ]
+        replica = (data_replica or 0) * mesh.tensor_size + (0 if partial else tensor_replica)
+        self._add(event, pieces, whole, replica, again=data_replica is None)
+
+    def _is_among_unusual(self, path: str) -> bool:
+        """Whether a tensor in the module at ``path`` may hold features that are split unusually."""
+        return any(path.startswith(f"{split.rpartition('.')[0]}.") for split in self._splits)
 
     def _add(
         self,
         event: str,
-        tensor: Tensor,
+        pieces: Sequence[tuple[Tensor, tuple[int, ...]]],
         shape: Sequence[int],
-        starts: Sequence[int],
         replica: int,
         *,
         again: bool = False,
     ) -> None:
-        sketch, entry = self._sketcher(tensor, shape, starts), (event, replica)
-        self._found[entry] = self._found[entry] + sketch if again and entry in self._found else sketch
+        entry = (event, replica)
+        for piece, starts in pieces:
+            sketch = self._sketcher(piece, shape, starts)
+            self._found[entry] = self._found[entry] + sketch if again and entry in self._found else sketch
+            again = True
+
+
+def _unusual_splits(model: nn.Module) -> dict[str, tuple[nn.Module, Split]]:
+    return {
+        path: (module, module.split)
+        for path, module in model.named_modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        and module.split != Split.even(module.split.size, len(module.split.rows))
+    }
 
 
 def _observable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules but those inside compiled ones, where a hook would break the graph."""
-    compiled = [path for path, module in model.named_modules() if module._compiled_call_impl is not None]
+    """All modules but those inside compiled ones, where a hook would break the graph, and inside experts, which
+    see tokens in an order of their own."""
+    opaque = [
+        path
+        for path, module in model.named_modules()
+        if module._compiled_call_impl is not None or any(p.ndim == 3 for p in module.parameters(recurse=False))
+    ]
     return [
         (path, module)
         for path, module in model.named_modules()
-        if not any(path == outer or path.startswith(f"{outer}.") for outer in compiled)
+        if not any(path.startswith(f"{outer}.") or (path == outer and module._compiled_call_impl) for outer in opaque)
     ]
 
 
@@ -248,17 +294,6 @@ def _replica(tensor: DTensor) -> int:
         if placement.is_replicate():
             replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
     return replica
-
-
-def _starts(tensor: DTensor) -> tuple[int, ...]:
-    """Global indices of the first element of this rank's part, which is not empty."""
-    starts = []
-    for dim, size in enumerate(tensor.shape):
-        shape = [1] * tensor.ndim
-        shape[dim] = size
-        indices = torch.arange(size).view(shape).expand(tensor.shape)
-        starts.append(int(own_part(indices, tensor)[(0,) * tensor.ndim]))
-    return tuple(starts)
 
 
 def probe_shapes(

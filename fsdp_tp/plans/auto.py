@@ -10,10 +10,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_tp.config import divisors
+from fsdp_tp.layers.heads import HeadLayout
+from fsdp_tp.layers.split import Split
 from fsdp_tp.plans.families import FAMILIES, Family
+from fsdp_tp.plans.plan import Plan
 
-_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_heads")
+_COUNTS = {
+    "num_heads": "heads",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "num_kv_heads": "kv_heads",
+    "num_key_value_groups": "groups",
+}
+"""Attributes by which attention modules know how much they have of what."""
 
 
 def families() -> tuple[str, ...]:
@@ -21,57 +30,132 @@ def families() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
-def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_parallel: bool = False) -> dict[str, str]:
-    """The plan of a Hugging Face decoder, as patterns for :func:`fsdp_tp.plans.match_plan`.
+def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_parallel: bool = False) -> Plan:
+    """The plan of a Hugging Face decoder.
 
     Args:
         model: the model with its head (``LlamaForCausalLM``) or without (``LlamaModel``).
-        axis: the tensor axis; the plan is checked against its size.
+        axis: the tensor axis.
         family: take the model for this one of :func:`families`; ``"auto"`` reads its config.
 
     Raises:
-        ValueError: the family is unknown, the axis does not divide the heads, or the family cannot
-            do ``sequence_parallel``.
+        ValueError: the family is unknown, or cannot do ``sequence_parallel``.
     """
     known = _family(model, family)
     if sequence_parallel and known.no_sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True is not possible for {type(model).__name__}: {known.no_sequence_parallel}"
         )
-    _check_heads(model.config, axis)
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    base = getattr(model, model.base_model_prefix, model)
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    parts = [
+        _embedding_and_head(model, prefix, known),
+        _attention(base, f"{prefix}{known.blocks}", known, axis),
+        _mlp(base, f"{prefix}{known.blocks}", known, axis.size()),
+    ]
+    return Plan(
+        **{
+            name: {key: value for part in parts for key, value in getattr(part, name).items()}
+            for name in vars(parts[0])
+        }
+    )
+
+
+def _embedding_and_head(model: Any, prefix: str, known: Family) -> Plan:
     block = f"{prefix}{known.blocks}.*."
-    mlp = block if known.mlp is None else f"{block}{known.mlp}."
-    plan = {
-        _path_of(model, model.get_input_embeddings()): "vocab",
+    styles = {
+        path_of(model, model.get_input_embeddings()): "vocab",
         # Not already at the embedding: these models derive positions and masks from the shape
         # of its output, which must stay whole.
         f"{prefix}{known.blocks}.0": "split_sequence",
-        f"{block}{known.attention}": "shared_input",
-        f"{block}{known.attention}.{known.row}": "row",
-        f"{mlp}{known.mlp_row}": "row",
         f"{prefix}{known.last_norm}": "sequence_gather",
     }
-    plan |= {f"{block}{known.attention}.{name}": "column" for name in known.columns}
-    plan |= {f"{block}{known.attention}.{name}": "per_head" for name in known.per_head}
-    plan |= {f"{mlp}{name}": "column" for name in known.mlp_columns}
-    if known.mlp is not None:
-        plan[f"{block}{known.mlp}"] = "shared_input"
-    plan |= {f"{block}{name}": "sequence" for name in known.norms}
-    plan |= {f"{prefix}{path}": style for path, style in known.whole.items()}
+    present = [name for name, _ in model.get_submodule(f"{prefix}{known.blocks}.0").named_modules()]
+    styles |= {f"{block}{name}": "sequence" for name in known.norms if name in present}
+    styles |= {f"{prefix}{path}": style for path, style in known.whole.items()}
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        plan[_path_of(model, head)] = "column_gather"
-    return plan
+        styles[path_of(model, head)] = "column_gather"
+    return Plan(styles=styles)
 
 
-def share_head_counts(model: Any, axis: DeviceMesh, *, family: str = "auto") -> None:
-    """Tells attention modules that count their heads by themselves how many this rank has."""
-    known = _family(model, family)
-    for path, module in model.named_modules():
-        if f".{path}".endswith(f".{known.attention}"):
-            for name in known.head_counts:
-                setattr(module, name, getattr(module, name) // axis.size())
+def _attention(base: Any, blocks: str, known: Family, axis: DeviceMesh) -> Plan:
+    config = base.config
+    fused, kv_heads = _fused_and_kv_heads(config, known)
+    layout = HeadLayout(config.num_attention_heads, kv_heads, axis.size())
+    module = base.get_submodule(f"{known.blocks}.0.{known.attention}")
+    head_dim = in_features(module.get_submodule(known.row)) // layout.num_heads
+    queries, kv = layout.queries.blocks(head_dim), layout.kv.blocks(head_dim)
+    columns = [queries, kv, kv]
+    if fused:
+        columns = [layout.interleaved.blocks(head_dim) if fused == "interleaved" else Split.packed(columns)]
+    path = f"{blocks}.*.{known.attention}"
+    styles = {path: "shared_input", f"{path}.{known.row}": "row"}
+    styles |= {f"{path}.{name}": "column" for name in known.columns}
+    styles |= {f"{path}.{name}": "per_head" for name in known.per_head}
+    styles |= {f"{path}.{name}": "over_heads" for name in known.over_heads}
+    splits = {f"{path}.{known.row}": queries}
+    splits |= {f"{path}.{name}": split for name, split in zip(known.columns, columns, strict=True)}
+    splits |= {f"{path}.{name}": split for name, split in zip(known.over_heads, (queries, kv), strict=False)}
+    own = layout.queries.rows[axis.get_local_rank()].clamp(min=0)  # a head of zeros may read any
+    return Plan(
+        styles=styles,
+        splits=splits,
+        own_heads={path: (known.head_arguments, (own, layout.num_heads))} if known.head_arguments else {},
+        attributes={path: _counts(module, known, layout, head_dim, axis.get_local_rank())},
+    )
+
+
+def _fused_and_kv_heads(config: Any, known: Family) -> tuple[str, int]:
+    heads: int = config.num_attention_heads
+    if known.fused == "falcon":
+        if config.new_decoder_architecture:
+            return "interleaved", config.num_kv_heads
+        return ("packed", 1) if config.multi_query else ("interleaved", heads)
+    return known.fused, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _counts(module: nn.Module, known: Family, layout: HeadLayout, head_dim: int, rank: int) -> dict[str, int]:
+    """What ``module`` must take for its numbers of heads on this rank."""
+    values = {
+        "heads": layout.num_local_heads(rank),
+        "kv_heads": layout.num_local_kv_heads(rank),
+        "groups": layout.num_local_groups(rank),
+        "features": layout.num_local_heads(rank) * head_dim,
+    }
+    usual = {name: values[count] for name, count in _COUNTS.items() if hasattr(module, name)}
+    return usual | {name: values[count] for name, count in known.counts.items()}
+
+
+def _mlp(base: Any, blocks: str, known: Family, ranks: int) -> Plan:
+    styles: dict[str, str] = {}
+    splits: dict[str, Split] = {}
+    parameters: dict[str, tuple[Split, int]] = {}
+    for number, block in enumerate(base.get_submodule(known.blocks)):
+        path = f"{blocks}.{number}" if known.mlp is None else f"{blocks}.{number}.{known.mlp}"
+        module = block if known.mlp is None else block.get_submodule(known.mlp)
+        if known.experts and hasattr(module, known.experts):  # some blocks may have a plain mlp
+            experts = module.get_submodule(known.experts)
+            width = Split.even(experts.down_proj.shape[-1], ranks)
+            styles |= {path: "whole_sequence", f"{path}.{known.router}": "replicate"}
+            styles[f"{path}.{known.experts}"] = "experts"
+            parameters[f"{path}.{known.experts}.gate_up_proj"] = (Split.packed([width, width]), 1)
+            parameters[f"{path}.{known.experts}.down_proj"] = (width, 2)
+            continue
+        if known.mlp is not None:
+            styles[path] = "shared_input"
+        styles |= {f"{path}.{name}": "column" for name in known.mlp_columns}
+        styles[f"{path}.{known.mlp_row}"] = "row"
+        if known.mlp_parts > 1:
+            width = Split.even(in_features(module.get_submodule(known.mlp_row)), ranks)
+            splits |= {f"{path}.{name}": Split.packed([width] * known.mlp_parts) for name in known.mlp_columns}
+    return Plan(styles=styles, splits=splits, parameters=parameters)
+
+
+def in_features(linear: Any) -> int:
+    """Of an ``nn.Linear``, or of transformers' ``Conv1D``, which stores its weight the other way round."""
+    size: int = linear.in_features if hasattr(linear, "in_features") else linear.weight.shape[0]
+    return size
 
 
 def _family(model: Any, family: str) -> Family:
@@ -86,15 +170,5 @@ def _family(model: Any, family: str) -> Family:
     return FAMILIES[model_type]
 
 
-def _path_of(model: nn.Module, wanted: nn.Module) -> str:
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is wanted)
-
-
-def _check_heads(config: Any, axis: DeviceMesh) -> None:
-    for name in _HEAD_COUNTS:
-        heads = getattr(config, name, None)
-        if heads is not None and heads % axis.size():
-            legal = ", ".join(map(str, divisors(heads)))
-            raise ValueError(
-                f"tensor_parallel_degree={axis.size()} does not divide {name}={heads}; legal values: {legal}"
-            )

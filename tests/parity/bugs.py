@@ -127,7 +127,7 @@ def unsummed(wrap, parameter, model, *args):
     module_path, _, name = parameter.rpartition(".")
     owner = model.get_submodule(module_path)
     for module in model.modules():
-        entries = getattr(module, "_replicated_parameters", [])
+        entries = getattr(module, "_bound_parameters", [])
         for index, entry in enumerate(entries):
             if entry.module is owner and entry.name == name:
                 entries[index] = entry._replace(partial=False)
@@ -138,8 +138,8 @@ def summed_twice(model, mesh, *args):
     """The gradient of the mlp's input is all-reduced once more."""
     model = job.wrap(model, mesh, *args)
     mlp, group = model.model.layers[1].mlp, mesh.tensor.get_group()
-    once = mlp._first_argument_region
-    mlp._first_argument_region = lambda x: once(copy_to_tensor_axis(x, group))
+    ((name, position, once),) = mlp._argument_regions
+    mlp._argument_regions = [(name, position, lambda x: once(copy_to_tensor_axis(x, group)))]
     return model
 
 

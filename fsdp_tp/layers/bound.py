@@ -1,4 +1,4 @@
-"""Replicated parameters of modules that know nothing of tensor parallelism.
+"""Parameters of modules that know nothing of tensor parallelism.
 
 A norm, or any module of the user's own, reads ``self.weight`` and expects a plain tensor,
 but outside ``forward`` that weight is a DTensor. :func:`bind_locals` puts the local tensors
@@ -16,25 +16,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_tp import regions
-from fsdp_tp.layers.front import put_in_front
+from fsdp_tp.layers.front import Front, put_in_front
 from fsdp_tp.layers.parameter import is_fsdp_sharded, to_local
+from fsdp_tp.layers.split import Split
 
 
-class ReplicatedParameter(NamedTuple):
-    """One replicated parameter: ``getattr(module, name)``."""
+class BoundParameter(NamedTuple):
+    """One parameter, ``getattr(module, name)``, that every rank has whole or, with a split, its part of."""
 
     module: nn.Module
     name: str
-    partial: bool
+    partial: bool = False
     """Each rank's gradient is a partial sum over the tensor axis."""
+    split: Split | None = None
+    dim: int = 0
+    """Along which it is split."""
+
+    def local(self, group: dist.ProcessGroup) -> Tensor:
+        local = to_local(self.module._parameters[self.name])  # type: ignore[arg-type]
+        return local if self.split is None else self.split.local(local, self.dim, group)
 
 
-def bind_locals(module: nn.Module, parameters: list[ReplicatedParameter], group: dist.ProcessGroup) -> None:
+def bind_locals(module: nn.Module, parameters: list[BoundParameter], group: dist.ProcessGroup) -> None:
     """From now on ``module.forward`` sees plain local tensors in place of ``parameters``.
 
     Bindings nest: an inner module leaves alone what an outer one has already bound.
     """
-    module._replicated_parameters = parameters  # type: ignore[assignment]
+    module._bound_parameters = parameters  # type: ignore[assignment]
     module._tensor_group = group  # type: ignore[assignment]
     put_in_front(module, Bound)
 
@@ -46,22 +54,22 @@ def local_with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> T
     return regions.sum_gradients([to_local(parameter)], group)[0]
 
 
-class Bound:
+class Bound(Front):
     """Swaps the locals in, and out again whatever happens."""
 
-    _replicated_parameters: list[ReplicatedParameter]
+    _bound_parameters: list[BoundParameter]
     _tensor_group: dist.ProcessGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound: list[tuple[ReplicatedParameter, nn.Parameter]] = []
+        bound: list[tuple[BoundParameter, nn.Parameter]] = []
         whole: list[Tensor] = []
         partial: list[Tensor] = []
-        for entry in self._replicated_parameters:
+        for entry in self._bound_parameters:
             parameter = entry.module._parameters[entry.name]
             # A plain tensor is bound already; a shard of an inner FSDP module that is gathered later binds itself.
             if isinstance(parameter, DTensor) and (entry.module is self or not is_fsdp_sharded(parameter)):
                 bound.append((entry, parameter))
-                (partial if entry.partial else whole).append(to_local(parameter))
+                (partial if entry.partial else whole).append(entry.local(self._tensor_group))
         partial = regions.sum_gradients(partial, self._tensor_group)
         for entry, _ in bound:
             entry.module._parameters[entry.name] = (partial if entry.partial else whole).pop(0)  # type: ignore[assignment]

@@ -1,0 +1,102 @@
+"""State dicts of weights that are stored in another order than they have in one process.
+
+Such a parameter (:mod:`fsdp_tp.layers.split`) leaves a state dict, and enters through one, as the DTensor that
+it would be if it were stored as it is: global shape, order and name of the plain model, no padding. Making
+it gathers this one parameter; every rank must join, as for every sharded state dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_tp.layers.parameter import from_local, own_part, place_parameter
+from fsdp_tp.layers.split import Split
+
+
+def place_split(module: nn.Module, name: str, split: Split, dim: int, axis: DeviceMesh) -> None:
+    """Replaces the whole parameter ``name`` of ``module`` by this rank's part."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    arranged = nn.Parameter(split.arrange(parameter.detach(), dim), requires_grad=parameter.requires_grad)
+    module._parameters[name] = place_parameter(arranged, Shard(dim), axis)
+    if split.is_stored_as_is or axis.size() == 1:
+        return
+    if "_arranged" not in module.__dict__:
+        module.__dict__["_arranged"] = {}
+        module._register_state_dict_hook(_restore_in_state_dict)
+        module.register_load_state_dict_pre_hook(_arrange_in_state_dict)
+    module.__dict__["_arranged"][name] = (split, dim)
+
+
+def arrangement_of(module: nn.Module, name: str) -> tuple[Split, int] | None:
+    """How the parameter ``name`` is stored, and along which dim, where that is not as it is."""
+    found: tuple[Split, int] | None = getattr(module, "_arranged", {}).get(name)
+    return found
+
+
+def arranged_parameters(model: nn.Module) -> dict[str, tuple[Split, int]]:
+    """All such parameters of ``model``, under every name that they have."""
+    return {
+        f"{path}.{name}" if path else name: arrangement
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, arrangement in getattr(module, "_arranged", {}).items()
+    }
+
+
+def own_part_of(whole: Tensor, parameter: Tensor, arrangement: tuple[Split, int] | None) -> Tensor:
+    """This rank's part of ``whole``, a tensor as one process would have for ``parameter``. No communication."""
+    return own_part(whole if arrangement is None else arrangement[0].arrange(whole, arrangement[1]), parameter)
+
+
+def whole_shape(parameter: Tensor, arrangement: tuple[Split, int] | None) -> torch.Size:
+    """The shape that ``parameter`` has in one process."""
+    if arrangement is None:
+        return parameter.shape
+    split, dim = arrangement
+    return torch.Size([split.size if each == dim else size for each, size in enumerate(parameter.shape)])
+
+
+def restore(stored: Tensor, split: Split, dim: int) -> Tensor:
+    """A parameter, gradient or optimizer state as one process would have it, sharded the same way."""
+    if not isinstance(stored, DTensor):
+        return split.restore(stored, dim)
+    shape = list(stored.shape)
+    shape[dim] = split.size
+    if stored.is_meta:
+        return _distribute(torch.empty(shape, dtype=stored.dtype, device="meta"), stored)
+    return _distribute(split.restore(_whole(stored), dim), stored)
+
+
+def arrange(whole: Tensor, split: Split, dim: int, like: Tensor) -> Tensor:
+    """The inverse of :func:`restore`; ``whole`` may be sharded or plain."""
+    arranged = split.arrange(_whole(whole) if isinstance(whole, DTensor) else whole, dim)
+    return _distribute(arranged, like) if isinstance(like, DTensor) else arranged
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    mesh = tensor.device_mesh
+    moved: Any = tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)  # offloaded
+    whole: Tensor = moved.detach().full_tensor().to(tensor.device)
+    return whole
+
+
+def _distribute(whole: Tensor, like: DTensor) -> DTensor:
+    return from_local(own_part(whole, like).clone(), like.device_mesh, like.placements, whole)
+
+
+def _restore_in_state_dict(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, (split, dim) in module._arranged.items():
+        if (stored := state_dict.get(prefix + name)) is not None:
+            state_dict[prefix + name] = restore(stored, split, dim)
+
+
+def _arrange_in_state_dict(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    for name, (split, dim) in module._arranged.items():
+        whole = state_dict.get(prefix + name)
+        if isinstance(whole, Tensor) and whole.shape[dim] == split.size:
+            state_dict[prefix + name] = arrange(whole, split, dim, module._parameters[name])
