@@ -28,6 +28,9 @@ function                       types                   forward          backward
 ``sum_gradients``              invariant -> replicate  identity         one all-reduce
 ============================== ======================= ================ ================
 
+A slice is the chunk that ``torch.chunk`` would give this rank: the last ranks may have less than
+the others, or nothing. Who gathers such slices says how long the dim is in all (``size``).
+
 All collectives are functional ops, so ``torch.compile`` traces through a region.
 """
 
@@ -38,25 +41,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_tp.comm.functional import all_gather, all_reduce, reduce_scatter
+from fsdp_tp.comm.functional import all_gather, all_reduce, chunk_of, reduce_scatter
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
 
 
 def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:
-    size = x.shape[dim] // group.size()
-    return x.narrow(dim, group.rank() * size, size).contiguous()
-
-
-def _positive_dim(x: Tensor, dim: int, group: Group, what: str, *, must_divide: bool) -> int:
-    dim = dim % x.ndim
-    if must_divide and x.shape[dim] % group.size():
-        raise ValueError(
-            f"{what}: dim {dim} of a tensor of shape {tuple(x.shape)} must be a multiple of the "
-            f"tensor axis, which has {group.size()} ranks"
-        )
-    return dim
+    return x.narrow(dim, *chunk_of(x.shape[dim], group.size(), group.rank())).contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -83,45 +75,45 @@ class _Reduce(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
         return _own_slice(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.group), None, None
+        return all_gather(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, size: int | None, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+        return all_gather(x, dim, group, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_slice(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_slice(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, size: int | None, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+        return all_gather(x, dim, group, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
         return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.group), None, None
+        return all_gather(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -156,46 +148,43 @@ def reduce_from_tensor_axis(x: Tensor, group: Group) -> Tensor:
 
 
 def split_to_tensor_axis(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Invariant -> varying: y = this rank's slice of x along ``dim``. Backward all-gathers dy.
+    """Invariant -> varying: y = this rank's slice of x along ``dim``. Backward all-gathers dy."""
+    return x if group.size() == 1 else _Split.apply(x, dim % x.ndim, group)
+
+
+def gather_from_tensor_axis(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
+    """Varying -> invariant: y = the slices of all ranks along ``dim``. Backward dx = own slice of dy.
+
+    Args:
+        size: the length of y along ``dim``; by default all slices are as long as this rank's.
 
     Raises:
-        ValueError: ``x.shape[dim]`` is not a multiple of the size of the axis.
+        ValueError: x is not this rank's slice of a dim of ``size``.
     """
-    if group.size() == 1:
-        return x
-    return _Split.apply(x, _positive_dim(x, dim, group, "split_to_tensor_axis", must_divide=True), group)
+    return x if group.size() == 1 else _Gather.apply(x, dim % x.ndim, size, group)
 
 
-def gather_from_tensor_axis(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Varying -> invariant: y = the slices of all ranks along ``dim``. Backward dx = own slice of dy."""
-    if group.size() == 1:
-        return x
-    return _Gather.apply(x, _positive_dim(x, dim, group, "gather_from_tensor_axis", must_divide=False), group)
-
-
-def gather_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
+def gather_sequence(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
     """Varying -> replicate: all-gather along the sequence ``dim``; backward reduce-scatters dy.
 
     Sequence parallelism's entry into column-parallel products (arXiv 2205.05198, section 4.2.2):
     takes the place of ``copy_to_tensor_axis``.
+
+    Args:
+        size: the length of the whole sequence; by default all slices are as long as this rank's.
+
+    Raises:
+        ValueError: x is not this rank's slice of a sequence of ``size``.
     """
-    if group.size() == 1:
-        return x
-    return _GatherSequence.apply(x, _positive_dim(x, dim, group, "gather_sequence", must_divide=False), group)
+    return x if group.size() == 1 else _GatherSequence.apply(x, dim % x.ndim, size, group)
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
     """Partial -> varying: reduce-scatter along the sequence ``dim``; backward all-gathers dy.
 
     Takes the place of ``reduce_from_tensor_axis`` under sequence parallelism.
-
-    Raises:
-        ValueError: ``x.shape[dim]`` is not a multiple of the size of the axis.
     """
-    if group.size() == 1:
-        return x
-    dim = _positive_dim(x, dim, group, "reduce_scatter_sequence", must_divide=True)
-    return _ReduceScatterSequence.apply(x, dim, group)
+    return x if group.size() == 1 else _ReduceScatterSequence.apply(x, dim % x.ndim, group)
 
 
 def sum_gradients(tensors: list[Tensor], group: Group) -> list[Tensor]:

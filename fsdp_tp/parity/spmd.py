@@ -138,7 +138,9 @@ class Types(TorchFunctionMode):
             takes, gives = _COLLECTIVES[func]
             legal = NAMES if args[1] in ("max", "min") else (takes,)
             return self._known(func, args, kwargs, _name(func), args, legal, gives)
-        if func is _ops.wait_tensor or (func in _KEEP_PARTIAL and self.get(args[0]) == PARTIAL):
+        pads_with_zeros = func is F.pad and kwargs == {"mode": "constant", "value": None}
+        keeps_partial = func in _KEEP_PARTIAL or pads_with_zeros
+        if func is _ops.wait_tensor or (keeps_partial and self.get(args[0]) == PARTIAL):
             return self._known(func, args, kwargs, _name(func), (), (), self.get(args[0]) or INVARIANT)
         if func is F.linear and id(args[1] if len(args) > 1 else kwargs.get("weight")) in self._split_inputs:
             if (len(args) > 2 and args[2] is not None) or kwargs.get("bias") is not None:

@@ -118,8 +118,9 @@ def check_regions(*, world_size: int = 2, tensor_parallel_degree: int = 2) -> li
             def report(operation: str, message: str, name: str = name) -> None:
                 found.append(Finding(name, operation, message))
 
-            with torch.no_grad(), typed(group, report) as types:
-                _check_region(function, takes, gives, group, types, report)
+            for length in (2 * group.size(), 2 * group.size() - 1):  # the last rank has as much, or less
+                with torch.no_grad(), typed(group, report) as types:
+                    _check_region(function, takes, gives, length, group, types, report)
     return found
 
 
@@ -131,25 +132,27 @@ def _check_region(
     function: Any,
     takes: str,
     gives: str,
+    length: int,
     group: dist.ProcessGroup,
     types: Types,
     report: Callable[[str, str], None],
 ) -> None:
     context = SimpleNamespace()
     context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-    size = group.size()
-    x = torch.empty(2, size, 4)  # not ones: those would be typed already, as replicate
+    x = torch.empty(2, 2 if takes == VARYING else length, 4)  # not ones: those would be typed already, as replicate
     types.set(x, takes)
     rank: Any = _TypedRank(group, types)
     y: Any
     if function is regions._SumGradients:
         y = function.forward(context, rank, x)
     elif function is loss._VocabParallelCrossEntropy:
-        target = torch.zeros(2, size, dtype=torch.int64)
+        target = torch.zeros(x.shape[:-1], dtype=torch.int64)
         types.set(target, INVARIANT)
         y = function.forward(context, x, target, target >= 0, 0.1, rank)
     elif function in (regions._Copy, regions._Reduce):
         y = function.forward(context, x, rank)
+    elif function in (regions._Gather, regions._GatherSequence):
+        y = function.forward(context, x, 1, length, rank)
     else:
         y = function.forward(context, x, 1, rank)
     y = y[0] if isinstance(y, tuple) else y
