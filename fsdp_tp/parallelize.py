@@ -21,10 +21,11 @@ from fsdp_tp.layers.canonical import place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.front import transform_argument, transform_first_argument, transform_output
-from fsdp_tp.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
+from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
 from fsdp_tp.layers.norm import split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
+from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
@@ -54,8 +55,12 @@ def parallelize(
         plan: ``"auto"`` (the model's own Hugging Face plan, completed), the name of a family
             to take the model for, or a dict of module-path patterns to styles; the styles
             are listed in :data:`fsdp_tp.plans.STYLES`.
-        sequence_parallel: between blocks each rank holds its slice of the sequence; saves
-            activation memory for the same traffic. The axis must divide the sequence length.
+        sequence_parallel: between blocks each rank holds its slice of the sequence, which may
+            have any length (the last ranks hold less, or nothing); saves activation memory for
+            the same traffic. Column layers keep their gathered input for the weight gradient, one
+            tensor for all layers of a ``shared_input`` module. Keeping the slice and gathering it
+            again in backward (arXiv 2205.05198, section 4.2.2) would cost two more all-gathers a
+            block, a quarter more traffic; activation checkpointing keeps neither.
         loss_parallel: ``column_gather`` layers leave their output split: logits are this
             rank's slice of the vocabulary, for ``vocab_parallel_cross_entropy``. The loss that
             a Hugging Face model computes from ``labels`` is replaced accordingly.
@@ -279,25 +284,24 @@ def _insert_regions(
 ) -> None:
     group = mesh.tensor.get_group()
     has_head = "column_gather" in styles.values()
+    length = SequenceLength()
+    if sequence_parallel:
+        model._sequence_length = length  # type: ignore[assignment]  # for wrap's activation checkpointing
+        for module in model.modules():
+            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                module.sequence_length = length
 
     def enter(x: Tensor) -> Tensor:
         if sequence_parallel:
-            return regions.gather_sequence(x, SEQUENCE_DIM, group)
+            return regions.gather_sequence(x, SEQUENCE_DIM, group, length.of(x, group))
         return regions.copy_to_tensor_axis(x, group)
 
     def split(x: Tensor) -> Tensor:
-        if x.shape[SEQUENCE_DIM] % group.size():
-            raise ValueError(
-                f"sequence_parallel=True: the sequence length {x.shape[SEQUENCE_DIM]} is not a multiple of the tensor "
-                f"axis, which has {group.size()} ranks; pad the sequences"
-            )
+        length.note(x)
         return regions.split_to_tensor_axis(x, SEQUENCE_DIM, group)
 
     def gather(x: Tensor) -> Tensor:
-        # Gradients are partial sums if a split head reads it, and complete if the user's code does.
-        if has_head:
-            return regions.gather_sequence(x, SEQUENCE_DIM, group)
-        return regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group)
+        return regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group, length.of(x, group))
 
     for path, style in styles.items():
         if style == "shared_input":
@@ -308,12 +312,13 @@ def _insert_regions(
             transform_output(model.get_submodule(path), lambda x: regions.reduce_from_tensor_axis(x, group))
         elif style == "whole_sequence" and sequence_parallel:
             module = model.get_submodule(path)
-            transform_first_argument(module, lambda x: regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group))
+            transform_first_argument(module, gather)
             transform_output(module, split)
         elif style == "split_sequence" and sequence_parallel:
             transform_first_argument(model.get_submodule(path), split)
         elif style == "sequence_gather" and sequence_parallel:
-            transform_output(model.get_submodule(path), gather, partial_gradient=has_head)
+            # Its gradients are partial sums if a split head reads it, and complete if other code does.
+            transform_output(model.get_submodule(path), enter if has_head else gather, partial_gradient=has_head)
 
 
 def _insert_further_regions(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
+from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.parallelize import parallelize
@@ -76,9 +77,11 @@ def wrap(
         raise ValueError("wrap() calls fully_shard itself: remove the script's own fully_shard calls")
     parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     blocks = list(find_blocks(model).values())
+    length = getattr(model, "_sequence_length", None)
+    recomputation = {"context_fn": length.recomputation} if isinstance(length, SequenceLength) else {}
     for block in blocks:
         if activation_checkpointing == "full":
-            checkpoint(block)
+            checkpoint(block, **recomputation)
         if compile:
             block.compile()
     if on_meta == {False}:

@@ -9,47 +9,70 @@ import fsdp_tp
 from fsdp_tp import regions
 from tests.ranks import run
 
+SHAPES = [(3, 8, 5), (1, 17, 4)]  # on 4 ranks also 1 1 1 0, 2 2 1 0, 1 0 0 0 and 5 5 5 2
 
-def _tensors(size):
+
+def _tensors(size, shape):
     """What each rank holds, known to all: (whole, partial of rank r, upstream gradient of rank r)."""
     generator = torch.Generator().manual_seed(8)
-    whole = torch.randn(3, 8, 4, dtype=torch.float64, generator=generator)
-    partial = torch.randn(size, 3, 8, 4, dtype=torch.float64, generator=generator)
+    whole = torch.randn(shape, dtype=torch.float64, generator=generator)
+    partial = torch.randn(size, *shape, dtype=torch.float64, generator=generator)
     return whole, partial
 
 
-def _check():
+def _check(shape, dim):
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=torch.distributed.get_world_size())
     group, rank, size = mesh.tensor.get_group(), mesh.tensor_rank, mesh.tensor_size
-    whole, partial = _tensors(size)
-    total = partial.sum(0)
+    whole, partial = _tensors(size, shape)
+    total, length = partial.sum(0), shape[dim]
 
-    def own(x, dim):
-        return x.chunk(size, dim)[rank]
+    def own(x):
+        chunks = x.chunk(size, dim)  # there may be fewer than ranks
+        return chunks[rank] if rank < len(chunks) else x.narrow(dim, 0, 0)
 
-    for dim in (0, 1, 2, -1, -2):
-        if whole.shape[dim] % size:
-            continue
-        # name, this rank's input, expected output, this rank's upstream gradient, expected input gradient
-        cases = [
-            ("copy_to_tensor_axis", whole, whole, partial[rank], total, ()),
-            ("reduce_from_tensor_axis", partial[rank], total, whole, whole, ()),
-            ("split_to_tensor_axis", whole, own(whole, dim), own(total, dim), total, (dim,)),
-            ("gather_from_tensor_axis", own(whole, dim), whole, total, own(total, dim), (dim,)),
-            ("gather_sequence", own(whole, dim), whole, partial[rank], own(total, dim), (dim,)),
-            ("reduce_scatter_sequence", partial[rank], own(total, dim), own(whole, dim), whole, (dim,)),
+    # name, this rank's input, expected output, this rank's upstream gradient, expected input gradient
+    cases = [
+        ("copy_to_tensor_axis", whole, whole, partial[rank], total, (), {}),
+        ("reduce_from_tensor_axis", partial[rank], total, whole, whole, (), {}),
+        ("split_to_tensor_axis", whole, own(whole), own(total), total, (dim,), {}),
+        ("reduce_scatter_sequence", partial[rank], own(total), own(whole), whole, (dim,), {}),
+    ]
+    for known in [{"size": length}] if length % size else [{"size": length}, {}]:
+        cases += [
+            ("gather_from_tensor_axis", own(whole), whole, total, own(total), (dim,), known),
+            ("gather_sequence", own(whole), whole, partial[rank], own(total), (dim,), known),
         ]
-        for name, value, output, upstream, gradient, arguments in cases:
-            x = value.clone().requires_grad_()
-            y = getattr(regions, name)(x, *arguments, group)
-            y.backward(upstream)
-            torch.testing.assert_close(y, output, rtol=0, atol=1e-14, msg=lambda m, n=name: f"{n} forward: {m}")
-            torch.testing.assert_close(x.grad, gradient, rtol=0, atol=1e-14, msg=lambda m, n=name: f"{n} back: {m}")
+    for name, value, output, upstream, gradient, arguments, known in cases:
+        x = value.clone().requires_grad_()
+        y = getattr(regions, name)(x, *arguments, group, **known)
+        y.backward(upstream)
+        torch.testing.assert_close(y, output, rtol=0, atol=1e-14, msg=lambda m, n=name: f"{n} forward: {m}")
+        torch.testing.assert_close(x.grad, gradient, rtol=0, atol=1e-14, msg=lambda m, n=name: f"{n} back: {m}")
+
+
+def _check_all():
+    for shape in SHAPES:
+        for dim in (0, 1, 2, -1, -2):
+            _check(shape, dim)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_forward_and_backward_equal_arithmetic(size):
-    run(size, _check)
+    """Fault: sizes that the axis does not divide abort the process inside gloo."""
+    run(size, _check_all)
+
+
+def _wrong_sizes():
+    """On every rank: one that went on alone would wait for the others."""
+    group = fsdp_tp.init_mesh(tensor_parallel_degree=2).tensor.get_group()
+    for gather in (regions.gather_sequence, regions.gather_from_tensor_axis):
+        for size in (7, 8, 12):  # chunks 4 3, 4 4, 6 6
+            with pytest.raises(ValueError, match=rf"size={size}: rank . of 2 has . of them, not 5"):
+                gather(torch.zeros(2, 5), 1, group, size)
+
+
+def test_a_slice_of_another_length_is_refused():
+    run(2, _wrong_sizes)
 
 
 def _sums():
@@ -66,8 +89,6 @@ def _sums():
     (out[2].sum() * (rank + 1)).backward()
     assert torch.equal(a.grad, torch.ones(3, dtype=torch.bfloat16))
     assert torch.equal(b.grad, torch.full((2, 2), 3.0))
-    with pytest.raises(ValueError, match=r"split_to_tensor_axis: dim 0 of a tensor of shape \(3,\) must be a multiple"):
-        regions.split_to_tensor_axis(torch.zeros(3), 0, mesh.tensor.get_group())
 
 
 def test_sum_gradients_sums_each_once_and_leaves_frozen_ones():

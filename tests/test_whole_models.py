@@ -49,10 +49,10 @@ def foreach_adamw(model, mesh):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
-def compare(family, layouts, *, dtype=torch.float32, optimizer=steep_adamw, **overrides):
+def compare(family, layouts, *, dtype=torch.float32, optimizer=steep_adamw, sequence=models.SEQUENCE, **overrides):
     report = assert_parity(
         functools.partial(models.hugging_face, family, **overrides),
-        [models.batch(step) for step in range(STEPS)],
+        [models.batch(step, sequence=sequence) for step in range(STEPS)],
         layouts=layouts,
         dtype=dtype,
         optimizer=optimizer,
@@ -93,3 +93,11 @@ def test_tied_llama_under_hybrid_sharding_with_a_foreach_optimizer():
 def test_row_biases_under_sequence_parallelism():
     """attention_bias and mlp_bias give the row layers biases, whose gradients need a sum."""
     compare("llama", [f"tensor=2,shard=2,{ALL}"], attention_bias=True, mlp_bias=True)
+
+
+def test_a_sequence_length_that_the_tensor_axis_does_not_divide():
+    """17 tokens on 4 ranks: slices of 5, 5, 5 and 2."""
+    layouts = ["tensor=4,sequence_parallel", "tensor=4,sequence_parallel,activation_checkpointing"]
+    for dtype in (torch.float32, torch.float64):
+        report = compare("llama", layouts, dtype=dtype, sequence=17, num_key_value_heads=4)
+    assert report.verdict == "equal"

@@ -3,5 +3,12 @@
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
+from fsdp_tp.layers.sequence import SequenceLength
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "SequenceLength",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+]

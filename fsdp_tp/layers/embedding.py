@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_tp import regions
 from fsdp_tp.comm.functional import chunk_of
-from fsdp_tp.layers.linear import SEQUENCE_DIM
 from fsdp_tp.layers.parameter import place_parameter, shell_of, tensor_axis, to_local
+from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
 from fsdp_tp.mesh import ParallelMesh
 
 
@@ -22,7 +22,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     - Shapes per rank: ids ``(...)`` (the same on all ranks of the axis), E_r
       ``(num_embeddings / t, embedding_dim)``, output ``(..., embedding_dim)``, or with
-      ``sequence_parallel`` this rank's slice ``(..., S / t, embedding_dim)``.
+      ``sequence_parallel`` this rank's slice ``(..., S_r, embedding_dim)``.
     - Forward: a rank looks up the ids in its rows and puts zeros for all others; the sum
       over the axis (all-reduce, or reduce-scatter) adds zeros to the one true row, so the
       output has the same bits for every t.
@@ -33,12 +33,15 @@ class VocabParallelEmbedding(nn.Embedding):
             ``num_embeddings``.
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis.
         padding_idx: as in ``nn.Embedding``: this row gets no gradient.
-        sequence_parallel: leave the output split along the sequence (dim -2).
+        sequence_parallel: leave the output split along the sequence (dim -2), as ``torch.chunk``
+            does. The attribute ``sequence_length``, where set, notes how long it is.
         device, dtype: as in ``nn.Embedding``. The initial values do not depend on t.
 
     Raises:
         RuntimeError: an id out of range (on CUDA, as a device-side assertion).
     """
+
+    sequence_length: SequenceLength | None = None
 
     def __init__(
         self,
@@ -102,6 +105,8 @@ class VocabParallelEmbedding(nn.Embedding):
         else:
             output = weight.sum(0).expand(*input.shape, -1)  # zeros, of which the empty weight has a gradient
         if self.sequence_parallel:
+            if self.sequence_length is not None:
+                self.sequence_length.note(output)
             return regions.reduce_scatter_sequence(output, SEQUENCE_DIM, self.tensor_group)
         return regions.reduce_from_tensor_axis(output, self.tensor_group)
 

@@ -2,10 +2,10 @@
 
 After Megatron-LM (arXiv 1909.08053, section 3); sequence parallelism after arXiv
 2205.05198, section 4.2. In the docstrings t is the size of the tensor axis, r the rank
-on it, and ``...`` any leading dims; under sequence parallelism the sequence is dim -2. Sizes that t does
-not divide are split as by ``torch.chunk``: ``out_features / t`` is then ``ceil(out_features / t)``, and less
-on the last ranks (:meth:`Split.even <fsdp_tp.layers.split.Split.even>`). Another ``split`` says which
-features each rank has.
+on it, and ``...`` any leading dims; under sequence parallelism the sequence is dim -2, and
+a rank holds S_r of its S tokens. What t does not divide is split as ``torch.chunk`` does: ceil(S / t)
+each, the last ranks less or none; ``out_features / t`` stands for such a part too
+(:meth:`Split.even <fsdp_tp.layers.split.Split.even>`). Another ``split`` says which features each rank has.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from fsdp_tp import regions
 from fsdp_tp.layers.bound import local_with_summed_gradient
 from fsdp_tp.layers.canonical import place_split
 from fsdp_tp.layers.parameter import place_parameter, shell_of, tensor_axis, to_local
+from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
-
-SEQUENCE_DIM = -2
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -45,8 +44,10 @@ class ColumnParallelLinear(nn.Linear):
         bias: learn an additive bias.
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis.
         gather_output: all-gather Y, so that every rank has it whole.
-        sequence_parallel: X is this rank's slice of the sequence, ``(..., S / t, in_features)``;
-            it is all-gathered before the product.
+        sequence_parallel: X is this rank's slice of the sequence, ``(..., S_r, in_features)``;
+            it is all-gathered before the product, and kept so for the weight gradient. All S_r are
+            the same, or the attribute ``sequence_length`` is set to a
+            :class:`~fsdp_tp.layers.SequenceLength` that knows S.
         shared_input: the caller has already taken X through
             :func:`~fsdp_tp.regions.copy_to_tensor_axis` or :func:`~fsdp_tp.regions.gather_sequence`,
             once for all layers that read it; this layer then does not reduce dX again.
@@ -57,6 +58,7 @@ class ColumnParallelLinear(nn.Linear):
 
     out_dim = 0
     """Of the weight."""
+    sequence_length: SequenceLength | None = None
 
     def __init__(
         self,
@@ -130,7 +132,8 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.shared_input:
             if self.sequence_parallel:
-                input = regions.gather_sequence(input, SEQUENCE_DIM, self.tensor_group)
+                length = None if self.sequence_length is None else self.sequence_length.of(input, self.tensor_group)
+                input = regions.gather_sequence(input, SEQUENCE_DIM, self.tensor_group, length)
             else:
                 input = regions.copy_to_tensor_axis(input, self.tensor_group)
         weight = self.split.local(to_local(self.weight), self.out_dim, self.tensor_group)
@@ -154,7 +157,7 @@ class RowParallelLinear(nn.Linear):
 
     - Shapes per rank: X_r ``(..., in_features / t)``, W_r ``(out_features, in_features / t)``,
       b ``(out_features,)`` on every rank, Y ``(..., out_features)``, or with
-      ``sequence_parallel`` this rank's slice ``(..., S / t, out_features)``.
+      ``sequence_parallel`` this rank's slice ``(..., S_r, out_features)``.
     - Forward: the sum is an all-reduce, or with ``sequence_parallel`` a reduce-scatter.
       b is added after it, once.
     - Input gradient: dX_r = dY W_r: local.
@@ -167,7 +170,7 @@ class RowParallelLinear(nn.Linear):
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis.
         input_is_parallel: X is already split, as a column-parallel layer leaves it; otherwise
             this layer takes its slice of a whole X.
-        sequence_parallel: leave Y split along the sequence; t must divide its length.
+        sequence_parallel: leave Y split along the sequence.
         device, dtype: as in ``nn.Linear``. The initial values do not depend on t.
         split: of the input features, as the column-parallel layer before splits its output.
     """
