@@ -2,6 +2,13 @@
 
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fsdp_tp.layers.linear_loss import vocab_parallel_linear_cross_entropy
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+]
