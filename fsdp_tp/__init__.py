@@ -9,6 +9,7 @@ from fsdp_tp.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
 )
 from fsdp_tp.loss import global_mean
 from fsdp_tp.mesh import ParallelMesh, init_mesh
@@ -29,6 +30,7 @@ __all__ = [
     "initialize",
     "parallelize",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
     "wrap",
 ]
 __version__ = "0.1.0"

@@ -23,7 +23,9 @@ SURFACE = {
     "device_type config timeout",
     "initialize": "model seed",
     "parallelize": "model mesh plan sequence_parallel loss_parallel",
-    "vocab_parallel_cross_entropy": "logits target mesh ignore_index label_smoothing reduction",
+    "vocab_parallel_cross_entropy": "logits target mesh weight ignore_index label_smoothing reduction chunk_size",
+    "vocab_parallel_linear_cross_entropy": "input linear_weight target mesh linear_bias weight ignore_index "
+    "label_smoothing reduction chunk_size",
     "wrap": "model mesh plan sequence_parallel loss_parallel activation_checkpointing compile reshard_after_forward "
     "mp_policy offload_policy comm seed",
 }
@@ -59,7 +61,13 @@ def test_names_and_parameters():
 
 
 def test_past_the_first_two_arguments_everything_is_keyword_only():
-    positional_allowed = {"ColumnParallelLinear": 3, "RowParallelLinear": 3, "clip_grad_norm_": 4, "global_mean": 3}
+    positional_allowed = {
+        "ColumnParallelLinear": 3,
+        "RowParallelLinear": 3,
+        "clip_grad_norm_": 4,
+        "global_mean": 3,
+        "vocab_parallel_linear_cross_entropy": 3,
+    }
     for name in SURFACE:
         positional = [
             parameter

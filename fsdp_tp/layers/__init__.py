@@ -2,6 +2,7 @@
 
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fsdp_tp.layers.linear_loss import vocab_parallel_linear_cross_entropy
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
 from fsdp_tp.layers.sequence import SequenceLength
 
@@ -11,4 +12,5 @@ __all__ = [
     "SequenceLength",
     "VocabParallelEmbedding",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

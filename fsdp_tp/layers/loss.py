@@ -7,10 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_tp.comm.functional import all_reduce
 from fsdp_tp.layers.parameter import tensor_axis
+from fsdp_tp.layers.sliced_cross_entropy import (
+    SlicedCrossEntropy,
+    check_arguments,
+    check_class_weight,
+    computed_in,
+    reduce_losses,
+)
 from fsdp_tp.mesh import ParallelMesh
 
 
@@ -19,84 +26,102 @@ def vocab_parallel_cross_entropy(
     target: Tensor,
     *,
     mesh: ParallelMesh | DeviceMesh,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    chunk_size: int | None = None,
 ) -> Tensor:
     r"""``torch.nn.functional.cross_entropy`` without ever holding the whole vocabulary.
 
-    For one token with logits z over V classes, target y and smoothing s:
-    loss = (1 - s) (lse(z) - z_y) + s (lse(z) - mean(z)), with lse(z) = log sum exp(z).
-    Only per-token numbers cross the tensor axis: the maximum (one all-reduce), then the sum
-    of exponentials, z_y and the sum of z together (one all-reduce). The gradient,
-    softmax(z) - (1 - s) onehot(y) - s / V, is local.
+    For one token with logits z over V classes, target y, smoothing s and class weights w (all 1
+    without ``weight``), with lse(z) = log sum exp(z):
+
+        loss = (1 - s) w_y (lse(z) - z_y) + (s / V) sum over c of w_c (lse(z) - z_c)
+
+    - Shapes per rank: rank r of t holds the V_r classes from r R up to (r + 1) R with
+      R = ceil(V / t), as ``torch.chunk`` and DTensor's ``Shard`` cut them: the last ranks hold
+      fewer, perhaps none.
+    - Forward: only per-token numbers cross the tensor axis, for all tokens at once and in fp64:
+      the maximum (one all-reduce), then the sum of exponentials, z_y and, with smoothing, the sum
+      of w z (one all-reduce). The sizes of the slices travel with them.
+    - Gradient: a softmax(z) - (1 - s) w_y onehot(y) - (s / V) w, with
+      a = (1 - s) w_y + (s / V) sum(w): local, nothing is reduced. The softmax is computed again
+      from the logits, so that nothing else of their size is kept.
 
     Args:
-        logits: ``(..., V / t)``, this rank's slice of the vocabulary. 16-bit logits are
-            computed in fp32.
+        logits: ``(..., V_r)``, this rank's slice of the vocabulary. 16-bit logits are computed in
+            fp32, chunk by chunk.
         target: ``(...)`` int64 global ids, the same on all ranks of the axis.
         mesh: a ParallelMesh, or a DeviceMesh with a tensor axis of t ranks.
+        weight: w, ``(V,)``, whole on every rank. It gets no gradient.
         ignore_index: targets with this value add nothing to loss or gradient.
         label_smoothing: s, in [0, 1]; spread over the whole vocabulary.
-        reduction: ``"mean"`` over the targets that count, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"``, weighted by the w_y of the targets that count, ``"sum"`` or ``"none"``.
+        chunk_size: of how many tokens fp32 logits may exist at once; by default as many as take
+            64 MiB (4 MiB on a CPU). Results differ by rounding only.
 
     Returns:
         A scalar, or ``target``'s shape for ``"none"``; fp32 or wider, equal on all ranks.
 
     Raises:
-        ValueError: unknown reduction, smoothing out of range, or shapes that do not match.
-        RuntimeError: a target out of range (on CUDA, as a device-side assertion).
+        ValueError: unknown reduction, smoothing out of range, a chunk_size below 1, or shapes
+            that do not match.
+        RuntimeError: a target out of range, or slices that are not cut as above (on CUDA, as a
+            device-side assertion).
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
-    if logits.shape[:-1] != target.shape:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} do not match targets of shape {tuple(target.shape)}")
+    check_arguments(logits, target, reduction, label_smoothing, chunk_size, "logits")
     group = tensor_axis(mesh).get_group()
-    counts = target != ignore_index
-    classes = logits.shape[-1] * group.size()
-    torch._assert_async(
-        ((target >= 0) & (target < classes) | ~counts).all(), f"a target is neither ignore_index nor in [0, {classes})"
-    )
-    losses = _VocabParallelCrossEntropy.apply(logits, target, counts, label_smoothing, group)
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total / counts.sum() if reduction == "mean" else total
+    weight = check_class_weight(weight, logits.shape[-1], group)
+    losses = _VocabParallelCrossEntropy.apply(logits, target, weight, ignore_index, label_smoothing, chunk_size, group)
+    return reduce_losses(losses, target, weight, ignore_index, reduction)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Varying logits -> invariant loss a token; zero where ``counts`` is false."""
+    """Varying logits -> invariant loss a token; zero where the target is ``ignore_index``."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, group: dist.ProcessGroup
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+        chunk_size: int | None,
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        vocabulary = logits.shape[-1]
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        maximum = all_reduce(z.amax(-1), group, "max")
-        z = z - maximum.unsqueeze(-1)
-        index = target - group.rank() * vocabulary
-        here = counts & (index >= 0) & (index < vocabulary)
-        index = index.masked_fill(~here, 0).unsqueeze(-1)
-        z_target = z.gather(-1, index).squeeze(-1).masked_fill(~here, 0)
-        # Without smoothing a masked class, z = -inf, must not enter.
-        z_sum = z.sum(-1) if smoothing else torch.zeros_like(z_target)
-        exponentials = z.exp_()
-        sums = all_reduce(torch.stack([exponentials.sum(-1), z_target, z_sum]), group)
-        denominator, z_target, z_sum = sums
-        mean_z = z_sum / (vocabulary * group.size())
-        losses = denominator.log() - (1 - smoothing) * z_target - smoothing * mean_z
-        ctx.save_for_backward(exponentials, denominator, index, here, counts)
-        ctx.smoothing, ctx.vocabulary, ctx.dtype = smoothing, vocabulary * group.size(), logits.dtype
-        return losses.masked_fill(~counts, 0)
+        options = (ignore_index, smoothing, logits.shape[-1], group)
+        sliced = SlicedCrossEntropy(target.flatten(), weight, *options)
+        chunks = sliced.chunks(chunk_size)
+        statistics = torch.cat([sliced.statistics(_rows(logits, chunk)) for chunk in chunks], 1)
+        maximum, size = sliced.maximum(statistics)
+        z_target = torch.zeros_like(maximum)
+        if sliced.classes:
+            index, here = sliced.own_targets(size)
+            z_target = logits.gather(-1, index.view(target.shape).unsqueeze(-1)).flatten().to(maximum.dtype)
+            z_target = z_target.masked_fill(~here, 0)
+        losses, denominator, vocabulary = sliced.losses(statistics, maximum, size, z_target)
+        ctx.save_for_backward(logits, target, weight, maximum, denominator, size, vocabulary)
+        ctx.options, ctx.chunks = options, chunks
+        return losses.to(computed_in(logits)).view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
-        exponentials, denominator, index, here, counts = ctx.saved_tensors
-        grad = exponentials / denominator.unsqueeze(-1)
-        grad -= ctx.smoothing / ctx.vocabulary
-        grad.scatter_add_(-1, index, (here.to(grad.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
-        grad *= (grad_losses * counts).unsqueeze(-1)
-        return grad.to(ctx.dtype), None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        logits, target, weight, *saved = ctx.saved_tensors
+        sliced = SlicedCrossEntropy(target.flatten(), weight, *ctx.options)
+        terms = sliced.gradient_terms(grad_losses.flatten(), *saved, dtype=computed_in(logits))
+        grad = logits.new_empty(target.numel(), sliced.classes)
+        for chunk in ctx.chunks:
+            grad[chunk] = sliced.gradient(_rows(logits, chunk), chunk, *terms)
+        return grad.view(logits.shape), None, None, None, None, None, None
+
+
+def _rows(logits: Tensor, chunk: slice) -> Tensor:
+    """The logits of the tokens of a chunk: a view, or a copy where the tokens are no single dim."""
+    tokens = logits.shape[:-1].numel()
+    if logits.is_contiguous():
+        return logits.view(tokens, logits.shape[-1])[chunk]
+    places = torch.arange(tokens, device=logits.device)[chunk]
+    return logits[torch.unravel_index(places, logits.shape[:-1])]

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_tp import regions
-from fsdp_tp.layers import loss
+from fsdp_tp.layers import linear_loss, loss
 
 INVARIANT, REPLICATE, VARYING, PARTIAL = NAMES = ("invariant", "replicate", "varying", "partial")
 
@@ -33,8 +33,11 @@ REGIONS: dict[Any, tuple[str, str, str]] = {
     regions._ReduceScatterSequence: ("reduce_scatter_sequence", PARTIAL, VARYING),
     regions._SumGradients: ("sum_gradients", INVARIANT, REPLICATE),
     loss._VocabParallelCrossEntropy: ("vocab_parallel_cross_entropy", VARYING, INVARIANT),
+    linear_loss._VocabParallelLinearCrossEntropy: ("vocab_parallel_linear_cross_entropy", INVARIANT, INVARIANT),
 }
 """Each autograd function: the region's name, the type it takes and the type it gives."""
+
+_LOSSES = (loss._VocabParallelCrossEntropy, linear_loss._VocabParallelLinearCrossEntropy)
 
 _ops = torch.ops._c10d_functional
 _COLLECTIVES: dict[Any, tuple[str, str]] = {
@@ -132,7 +135,7 @@ class Types(TorchFunctionMode):
         function = _autograd_function(func)
         if function in REGIONS:
             name, takes, gives = REGIONS[function]
-            operands = args[:1] if function is loss._VocabParallelCrossEntropy else args
+            operands = args[:1] if function in _LOSSES else args
             return self._known(func, args, kwargs, name, operands, (takes,), gives)
         if func in _COLLECTIVES and args[-1] == self._group_name:
             takes, gives = _COLLECTIVES[func]

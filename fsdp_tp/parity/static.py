@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 import fsdp_tp
 from fsdp_tp import regions
-from fsdp_tp.layers import loss
+from fsdp_tp.layers import linear_loss, loss
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.parity.spmd import INVARIANT, PARTIAL, REGIONS, REPLICATE, VARYING, Types, require_spmd_types, typed
 
@@ -148,7 +148,13 @@ def _check_region(
     elif function is loss._VocabParallelCrossEntropy:
         target = torch.zeros(x.shape[:-1], dtype=torch.int64)
         types.set(target, INVARIANT)
-        y = function.forward(context, x, target, target >= 0, 0.1, rank)
+        y = function.forward(context, x, target, None, -100, 0.1, None, rank)
+    elif function is linear_loss._VocabParallelLinearCrossEntropy:
+        weight, target = torch.empty(8, 4), torch.zeros(2, size, dtype=torch.int64)
+        types.set(weight, VARYING)
+        types.set(target, INVARIANT)
+        context.needs_input_grad = (True, True, False)
+        y = function.forward(context, x, weight, None, target, None, 8, -100, 0.1, None, rank)
     elif function in (regions._Copy, regions._Reduce):
         y = function.forward(context, x, rank)
     elif function in (regions._Gather, regions._GatherSequence):

@@ -8,8 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_tp import regions
-from fsdp_tp.layers import RowParallelLinear, vocab_parallel_cross_entropy
-from fsdp_tp.layers import loss as loss_module
+from fsdp_tp.layers import RowParallelLinear, linear_loss, sliced_cross_entropy, vocab_parallel_cross_entropy
 from fsdp_tp.layers.parameter import to_local
 from fsdp_tp.parity.static import check, check_regions
 from tests.models import TWO_LAYER_PLAN, TwoLayerNet, batch, hugging_face
@@ -237,15 +236,23 @@ def test_a_wrong_backward_of_a_region(monkeypatch, region, backward, words):
 
 
 def test_a_loss_that_forgets_to_sum_over_the_vocabulary(monkeypatch):
-    reduce = loss_module.all_reduce
+    reduce = sliced_cross_entropy.all_reduce
     monkeypatch.setattr(
-        loss_module,
+        sliced_cross_entropy,
         "all_reduce",
         lambda x, group, operation="sum": x if operation == "sum" else reduce(x, group, "max"),
     )
     findings = check_regions()
-    assert {finding.module for finding in findings} == {"vocab_parallel_cross_entropy"}
+    losses = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}
+    assert {finding.module for finding in findings} == losses
     assert "gives a value that is varying, but must be invariant" in str(findings[0])
+
+
+def test_a_fused_loss_that_forgets_to_sum_the_gradient_of_its_input(monkeypatch):
+    monkeypatch.setattr(linear_loss, "all_reduce", lambda x, group: x)
+    (finding,) = check_regions()
+    assert finding.module == "vocab_parallel_linear_cross_entropy"
+    assert "backward: gives a value that is varying, but must be invariant" in str(finding)
 
 
 def test_what_the_types_do_not_see():
