@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_tp.config import divisors
 from fsdp_tp.plans.families import FAMILIES, Family
+from fsdp_tp.plans.hugging_face import has_plan, hugging_face_plan
+from fsdp_tp.plans.suggest import suggestion
 
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_heads")
 
@@ -24,6 +26,8 @@ def families() -> tuple[str, ...]:
 def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_parallel: bool = False) -> dict[str, str]:
     """The plan of a Hugging Face decoder, as patterns for :func:`fsdp_tp.plans.match_plan`.
 
+    Of a family outside the table it is made from the config's ``base_model_tp_plan``, with a warning.
+
     Args:
         model: the model with its head (``LlamaForCausalLM``) or without (``LlamaModel``).
         axis: the tensor axis; the plan is checked against its size.
@@ -33,6 +37,8 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_pa
         ValueError: the family is unknown, the axis does not divide the heads, or the family cannot
             do ``sequence_parallel``.
     """
+    if family == "auto" and _model_type(model) not in FAMILIES and has_plan(model):
+        return hugging_face_plan(model, axis.size(), sequence_parallel=sequence_parallel)
     known = _family(model, family)
     if sequence_parallel and known.no_sequence_parallel:
         raise ValueError(
@@ -67,6 +73,8 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_pa
 
 def share_head_counts(model: Any, axis: DeviceMesh, *, family: str = "auto") -> None:
     """Tells attention modules that count their heads by themselves how many this rank has."""
+    if family == "auto" and _model_type(model) not in FAMILIES:
+        return  # Hugging Face's own plans are of models that read the number from shapes
     known = _family(model, family)
     for path, module in model.named_modules():
         if f".{path}".endswith(f".{known.attention}"):
@@ -74,14 +82,18 @@ def share_head_counts(model: Any, axis: DeviceMesh, *, family: str = "auto") -> 
                 setattr(module, name, getattr(module, name) // axis.size())
 
 
+def _model_type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 def _family(model: Any, family: str) -> Family:
-    model_type = getattr(getattr(model, "config", None), "model_type", None) if family == "auto" else family
+    model_type = _model_type(model) if family == "auto" else family
     if model_type not in FAMILIES:
         raise ValueError(
             f"plan='auto' does not know {type(model).__name__}"
             + (f" (model_type {model_type!r})" if model_type else "")
-            + f"; it knows the Hugging Face families {', '.join(FAMILIES)}. For another model pass a dict of "
-            "module patterns to styles, such as {'layers.*.attn.wq': 'column', 'layers.*.attn.wo': 'row'}"
+            + f"; it knows the Hugging Face families {', '.join(FAMILIES)}, and others whose config has a "
+            f"base_model_tp_plan. {suggestion(model)}"
         )
     return FAMILIES[model_type]
 
