@@ -23,6 +23,7 @@ from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.plans import WHOLE_STYLES, auto_plan, families, match_plan, share_head_counts
+from fsdp_tp.verify import Verification, Verify
 
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
 
@@ -34,6 +35,7 @@ def parallelize(
     plan: str | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    verify: Verify = False,
 ) -> nn.Module:
     """Splits ``model`` over the tensor axis of ``mesh``, in place, and returns it.
 
@@ -53,10 +55,15 @@ def parallelize(
         loss_parallel: ``column_gather`` layers leave their output split: logits are this
             rank's slice of the vocabulary, for ``vocab_parallel_cross_entropy``. The loss that
             a Hugging Face model computes from ``labels`` is replaced accordingly.
+        verify: run one tiny batch through a copy of the original and through the parallel model, in
+            eval mode, and compare the outputs of all modules and the gradients of all parameters.
+            True for a Hugging Face model; of others the batch: a tuple of arguments or a dict of
+            keyword arguments, the same on every rank. Takes memory for a second whole model.
 
     Raises:
         ValueError: the plan or the model's shapes do not fit; an optimizer already holds the
-            parameters; a parameter whose treatment the plan leaves open.
+            parameters; a parameter whose treatment the plan leaves open; ``verify`` found a module
+            whose output differs (then the model is split already).
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
@@ -80,6 +87,7 @@ def parallelize(
     _warn_about_dropout(model)
 
     _check_ties(model, styles)
+    verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
 
     # All layers are built before the first takes its place: an error leaves the model as it was.
     layers = {}
@@ -99,6 +107,8 @@ def parallelize(
     _insert_regions(model, styles, mesh, sequence_parallel=sequence_parallel)
     if family is not None:
         share_head_counts(model, mesh.tensor, family=family)
+    if verification is not None:
+        verification(model)
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     if loss_parallel:
         if "column_gather" not in styles.values():

@@ -52,7 +52,8 @@ def hugging_face_plan(model: Any, size: int, *, sequence_parallel: bool = False)
         raise ValueError(f"{error}. {suggestion(model)}") from error
     warnings.warn(
         f"{type(model).__name__} is not in the README's table of families that are proven equal to one process: "
-        "its plan is made from its config's base_model_tp_plan. Prove it with python -m fsdp_tp.parity, or pass verify=True",
+        "its plan is made from its config's base_model_tp_plan. Prove it with python -m fsdp_tp.parity, or pass "
+        "verify=True",
         stacklevel=4,
     )
     return styles
