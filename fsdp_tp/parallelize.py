@@ -22,7 +22,7 @@ from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.replicated import ReplicatedParameter, bind_locals
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
-from fsdp_tp.plans import WHOLE_STYLES, auto_plan, families, match_plan, share_head_counts
+from fsdp_tp.plans import WHOLE_STYLES, auto_plan, check_plan, families, match_plan, share_head_counts
 from fsdp_tp.verify import Verification, Verify
 
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
@@ -73,7 +73,7 @@ def parallelize(
     require_no_optimizer(model, "parallelize")
     if mesh.tensor_size == 1:
         if not isinstance(plan, str):
-            match_plan(model, plan)  # a script is debugged on one process first
+            check_plan(model, match_plan(model, plan))  # a script is debugged on one process first
         return model
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
@@ -82,7 +82,9 @@ def parallelize(
         if plan != "auto" and plan not in families():
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
         plan = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
-    styles = match_plan(model, plan)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    proven = family in ("auto", model_type) and model_type in families()
+    styles = check_plan(model, match_plan(model, plan), proven=proven)
     _check_every_gradient_is_known(model, styles, sequence_parallel)
     _warn_about_dropout(model)
 

@@ -153,6 +153,9 @@ def test_what_names_and_shapes_do_not_tell_is_left_to_the_reader():
     model = models.hugging_face("bloom")
     plan = suggest_plan(model)
     assert plan["transformer.h.*.self_attention.query_key_value"] == "column"
+    assert (
+        suggest_plan(models.hugging_face("phi3", pad_token_id=0))["model.layers.*.mlp.gate_up_proj"][:8] == "<packed:"
+    )
     assert plan["transformer.h.*.mlp.dense_4h_to_h"] == "row"
     assert plan["transformer.h.*.self_attention.dense"] == "<column, row or replicate>"
     with pytest.raises(ValueError, match="is not a style; legal: column"):

@@ -1,6 +1,7 @@
 """Which module becomes which layer: patterns, styles and the plans of known model families."""
 
 from fsdp_tp.plans.auto import auto_plan, families, share_head_counts
+from fsdp_tp.plans.check import check_plan
 from fsdp_tp.plans.styles import STYLES, WHOLE_STYLES, match_plan
 
-__all__ = ["STYLES", "WHOLE_STYLES", "auto_plan", "families", "match_plan", "share_head_counts"]
+__all__ = ["STYLES", "WHOLE_STYLES", "auto_plan", "check_plan", "families", "match_plan", "share_head_counts"]

@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 
 from fsdp_tp.modules import find_blocks
+from fsdp_tp.plans.check import packed
 
 _COLUMNS = re.compile(
     r"(^|_)(q|k|v|wq|wk|wv|qkv|wqkv|query|key|value|gate|up|fc1|fc_in|c_fc|c_attn|w1|w3|h_to_4h)(_|$)"
 )
 _ROWS = re.compile(r"(^|_)(o|wo|out|down|fc2|fc_out|c_proj|w2|4h_to_h)(_|$)")
 _UNCLEAR_LINEAR = "<column, row or replicate>"
+_PACKED = "<packed: column_by_head if its rows are one head after another, else unpack it>"
 _UNCLEAR_WEIGHT = "<replicate, sequence or per_head>"
 
 
@@ -35,7 +37,8 @@ def suggest_plan(model: nn.Module) -> dict[str, str]:
     in_blocks = {path for path in modules if any(path == block or path.startswith(f"{block}.") for block in blocks)}
     linears = {path: shape for path, module in modules.items() if (shape := _features(module))}
     split = {path: _linear_style(path, *shape) for path, shape in linears.items() if path in in_blocks}
-    parents = {path.rpartition(".")[0] for path, style in split.items() if style == "column"} - set(blocks)
+    split |= dict.fromkeys(packed(split, linears), _PACKED)
+    parents = {path.rpartition(".")[0] for path, style in split.items() if style in ("column", _PACKED)} - set(blocks)
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     of_tokens = max(embeddings, key=lambda module: module.num_embeddings, default=None)  # the first of equals
     vocabulary = of_tokens.num_embeddings if of_tokens else None
