@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp_tp import regions
 from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
-from fsdp_tp.layers.front import transform_argument, transform_first_argument, transform_output
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
 from fsdp_tp.layers.norm import split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
-from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
-from fsdp_tp.plans import WHOLE_STYLES, Plan, auto_plan, families, match, match_plan
+from fsdp_tp.plans import WHOLE_STYLES, Plan, auto_plan, check_plan, families, match, match_plan
+from fsdp_tp.verify import Verification, Verify
 
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
 
@@ -41,6 +37,7 @@ def parallelize(
     plan: str | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    verify: Verify = False,
 ) -> nn.Module:
     """Splits ``model`` over the tensor axis of ``mesh``, in place, and returns it.
 
@@ -64,10 +61,15 @@ def parallelize(
         loss_parallel: ``column_gather`` layers leave their output split: logits are this
             rank's slice of the vocabulary, for ``vocab_parallel_cross_entropy``. The loss that
             a Hugging Face model computes from ``labels`` is replaced accordingly.
+        verify: run one tiny batch through a copy of the original and through the parallel model, in
+            eval mode, and compare the outputs of all modules and the gradients of all parameters.
+            True for a Hugging Face model; of others the batch: a tuple of arguments or a dict of
+            keyword arguments, the same on every rank. Takes memory for a second whole model.
 
     Raises:
         ValueError: the plan or the model's shapes do not fit; an optimizer already holds the
-            parameters; a parameter whose treatment the plan leaves open.
+            parameters; a parameter whose treatment the plan leaves open; ``verify`` found a module
+            whose output differs (then the model is split already).
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
@@ -77,7 +79,7 @@ def parallelize(
     require_no_optimizer(model, "parallelize")
     if mesh.tensor_size == 1:
         if not isinstance(plan, str):
-            match_plan(model, plan)  # a script is debugged on one process first
+            check_plan(model, match_plan(model, plan))  # a script is debugged on one process first
         return model
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
@@ -87,12 +89,15 @@ def parallelize(
         full = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
     else:
         full = Plan(styles=plan)
-    styles = match_plan(model, full.styles)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    proven = plan in ("auto", model_type) and model_type in families()
+    styles = check_plan(model, match_plan(model, full.styles), proven=proven)
     splits, parts = match(model, full.splits), match(model, full.parameters)
     _check_every_gradient_is_known(model, styles, sequence_parallel)
     _warn_about_dropout(model)
 
     _check_ties(model, styles)
+    verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
 
     # All layers are built before the first takes its place: an error leaves the model as it was.
     layers = {}
@@ -114,11 +119,9 @@ def parallelize(
         if style == "over_heads":
             split_rms_norm(model.get_submodule(path), splits[path], mesh.tensor)
     _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
-    _insert_regions(model, styles, mesh, sequence_parallel=sequence_parallel)
-    _insert_further_regions(model, full, mesh.tensor.get_group())
-    for path, attributes in match(model, full.attributes).items():
-        for name, value in attributes.items():
-            _set_attribute(model.get_submodule(path), name, value)
+    insert_regions(model, full, styles, mesh.tensor.get_group(), sequence_parallel=sequence_parallel)
+    if verification is not None:
+        verification(model)
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     if loss_parallel:
         if "column_gather" not in styles.values():
@@ -277,85 +280,6 @@ def _lineage(path: str) -> list[str]:
     """``a.b.c`` -> ``[a.b.c, a.b, a, ""]``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def _insert_regions(
-    model: nn.Module, styles: Mapping[str, str], mesh: ParallelMesh, *, sequence_parallel: bool
-) -> None:
-    group = mesh.tensor.get_group()
-    has_head = "column_gather" in styles.values()
-    length = SequenceLength()
-    if sequence_parallel:
-        model._sequence_length = length  # type: ignore[assignment]  # for wrap's activation checkpointing
-        for module in model.modules():
-            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-                module.sequence_length = length
-
-    def enter(x: Tensor) -> Tensor:
-        if sequence_parallel:
-            return regions.gather_sequence(x, SEQUENCE_DIM, group, length.of(x, group))
-        return regions.copy_to_tensor_axis(x, group)
-
-    def split(x: Tensor) -> Tensor:
-        length.note(x)
-        return regions.split_to_tensor_axis(x, SEQUENCE_DIM, group)
-
-    def gather(x: Tensor) -> Tensor:
-        return regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group, length.of(x, group))
-
-    for path, style in styles.items():
-        if style == "shared_input":
-            transform_first_argument(model.get_submodule(path), enter)
-        elif style == "experts":
-            for name in ("hidden_states", "top_k_weights"):
-                transform_argument(model.get_submodule(path), name, lambda x: regions.copy_to_tensor_axis(x, group))
-            transform_output(model.get_submodule(path), lambda x: regions.reduce_from_tensor_axis(x, group))
-        elif style == "whole_sequence" and sequence_parallel:
-            module = model.get_submodule(path)
-            transform_first_argument(module, gather)
-            transform_output(module, split)
-        elif style == "split_sequence" and sequence_parallel:
-            transform_first_argument(model.get_submodule(path), split)
-        elif style == "sequence_gather" and sequence_parallel:
-            # Its gradients are partial sums if a split head reads it, and complete if other code does.
-            transform_output(model.get_submodule(path), enter if has_head else gather, partial_gradient=has_head)
-
-
-def _insert_further_regions(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
-    def enter(x: Tensor) -> Tensor:
-        return regions.copy_to_tensor_axis(x, group)
-
-    for path, names in match(model, plan.shared_arguments).items():
-        for name in names:
-            transform_argument(model.get_submodule(path), name, enter)
-    for pattern, (names, heads) in plan.own_heads.items():
-        for path in match(model, {pattern: ""}):
-            for name in names:
-                transform_argument(model.get_submodule(path), name, _OwnHeads(heads))
-
-
-class _OwnHeads:
-    """Of something for each of all heads that of this rank's: ``(batch, heads, ...)`` or ``(batch * heads, ...)``.
-
-    What has one head in all is for every head.
-    """
-
-    def __init__(self, heads: tuple[Tensor, int]) -> None:
-        self.own, self.count = heads
-
-    def __call__(self, x: Tensor) -> Tensor:
-        own = self.own.to(x.device)
-        if x.ndim == 3:
-            return x.unflatten(0, (-1, self.count)).index_select(1, own).flatten(0, 1)
-        return x.index_select(1, own) if x.shape[1] == self.count and self.count > 1 else x
-
-
-def _set_attribute(module: Any, name: str, value: Any) -> None:
-    first, _, rest = name.partition(".")
-    if rest:  # of an object that others use too
-        setattr(module, first, copy.copy(getattr(module, first)))
-        module, first = getattr(module, first), rest
-    setattr(module, first, value)
 
 
 def _warn_about_dropout(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.parallelize import parallelize
+from fsdp_tp.verify import Verify
 
 _ACTIVATION_CHECKPOINTING = ("none", "full")
 
@@ -34,6 +35,7 @@ def wrap(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     comm: str = "auto",
     seed: int = 0,
+    verify: Verify = False,
 ) -> nn.Module:
     """Tensor-parallel, checkpointed, compiled and fully sharded: ``model``, in place.
 
@@ -46,7 +48,7 @@ def wrap(
             CUDA each device holds a tensor-axis share of real weights before FSDP shards it; a
             model that does not fit so must come from meta.
         mesh: from :func:`fsdp_tp.init_mesh`.
-        plan, sequence_parallel, loss_parallel: see :func:`fsdp_tp.parallelize`.
+        plan, sequence_parallel, loss_parallel, verify: see :func:`fsdp_tp.parallelize`.
         activation_checkpointing: ``"none"``, or ``"full"``: blocks keep only their input and
             run their forward again in backward.
         compile: ``torch.compile`` each block.
@@ -75,7 +77,7 @@ def wrap(
         raise ValueError(f"some parameters are on the meta device and others not; on meta: {', '.join(missing[:5])}")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("wrap() calls fully_shard itself: remove the script's own fully_shard calls")
-    parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, verify=verify)
     blocks = list(find_blocks(model).values())
     length = getattr(model, "_sequence_length", None)
     recomputation = {"context_fn": length.recomputation} if isinstance(length, SequenceLength) else {}

@@ -110,7 +110,7 @@ def _details():
         fsdp_tp.parallelize(model, mesh, plan=plan)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "an error changes nothing"
     with pytest.warns(UserWarning, match="loss_parallel=True has no effect"):
-        fsdp_tp.parallelize(nn.ModuleDict({"a": nn.Linear(4, 4)}), mesh, plan={"a": "column"}, loss_parallel=True)
+        fsdp_tp.parallelize(nn.ModuleDict({"a": nn.Linear(4, 4)}), mesh, plan={"a": "replicate"}, loss_parallel=True)
     with pytest.raises(ValueError, match="plan='megatron' must be 'auto', a dict or one of llama, mistral"):
         fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan="megatron")
     with pytest.raises(ValueError, match="plan='auto' does not know TwoLayerNet; it knows the Hugging Face families"):

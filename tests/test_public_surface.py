@@ -22,12 +22,12 @@ SURFACE = {
     "init_mesh": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree "
     "device_type config timeout",
     "initialize": "model seed",
-    "parallelize": "model mesh plan sequence_parallel loss_parallel",
+    "parallelize": "model mesh plan sequence_parallel loss_parallel verify",
     "vocab_parallel_cross_entropy": "logits target mesh weight ignore_index label_smoothing reduction chunk_size",
     "vocab_parallel_linear_cross_entropy": "input linear_weight target mesh linear_bias weight ignore_index "
     "label_smoothing reduction chunk_size",
     "wrap": "model mesh plan sequence_parallel loss_parallel activation_checkpointing compile reshard_after_forward "
-    "mp_policy offload_policy comm seed",
+    "mp_policy offload_policy comm seed verify",
 }
 
 

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdp_tp
 from fsdp_tp.initialize import initialize, materialize
+from fsdp_tp.locate import Rows
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks
 from fsdp_tp.parity import noise, trace
 from fsdp_tp.parity.casts import LiftedCasts
 from fsdp_tp.parity.layout import Layout
-from fsdp_tp.parity.observe import Observer, Rows
+from fsdp_tp.parity.observe import Observer
 
 Batch = Tensor | Mapping[str, Tensor]
 

@@ -7,84 +7,24 @@ Of several arguments or results the first floating-point tensor counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fsdp_tp.layers import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.canonical import arranged_parameters, whole_shape
 from fsdp_tp.layers.split import Split
+from fsdp_tp.locate import Rows, first_floating, locate
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.parity import trace
 from fsdp_tp.parity.layout import Layout
 from fsdp_tp.parity.pieces import Piece, pieces_of
 from fsdp_tp.parity.sketch import Sketcher
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows of a global batch are being computed."""
-
-    start: int
-    count: int
-    total: int
-
-
-class Place(NamedTuple):
-    """Where a rank's part of a tensor lies in the whole, and which of several copies of the whole it belongs to."""
-
-    starts: tuple[int, ...]
-    data_replica: int | None
-    """None: a part of the rows; else the rank among those that have all of them."""
-    tensor_replica: int
-
-
-def locate(
-    local: Sequence[int], whole: Sequence[int], rows: Rows, data_rank: int, tensor_rank: int, tensor_size: int
-) -> Place | None:
-    """Where a rank's activation lies in that of one process, told from the shapes alone.
-
-    Dim 0 may be the rows of this rank; one other dim may be split over the tensor axis, evenly or
-    as ``torch.chunk`` does, also into fewer parts than there are ranks (kv heads that neighbouring
-    ranks share). Everything else must be whole. None where that does not explain the shape, or
-    something else could: a split second dim may be the rows of a model that puts them there.
-    """
-    if len(local) != len(whole) or 0 in local:
-        return None
-    starts = [0] * len(whole)
-    data_replica: int | None = None if rows.count < rows.total else 0
-    tensor_replica = 0
-    split_over_tensor = False
-    for dim, (part, size) in enumerate(zip(local, whole, strict=True)):
-        if dim == 0 and size % rows.total == 0 and part * rows.total == size * rows.count and part != size:
-            starts[0] = rows.start * (size // rows.total)
-            continue
-        if dim == 0 and rows.count < rows.total:
-            data_replica = data_rank
-        if part == size:
-            continue
-        rows_may_be_here = data_replica is not None and rows.count < rows.total
-        if dim == 0 or split_over_tensor or rows_may_be_here:
-            return None
-        split_over_tensor = True
-        pieces = size // part if size % part == 0 else 0
-        chunk = -(-size // tensor_size)
-        if pieces and tensor_size % pieces == 0:
-            starts[dim] = (tensor_rank * pieces // tensor_size) * part
-            tensor_replica = tensor_rank % (tensor_size // pieces)
-        elif part == min(chunk, size - tensor_rank * chunk):
-            starts[dim] = tensor_rank * chunk
-        else:
-            return None
-    if not split_over_tensor:
-        tensor_replica = tensor_rank
-    return Place(tuple(starts), data_replica, tensor_replica)
 
 
 class Observer:
@@ -151,7 +91,7 @@ class Observer:
 
     def _before(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            tensor = _first_floating((args, kwargs))
+            tensor = first_floating((args, kwargs))
             if tensor is None or _in_backward():
                 return
             event = trace.key(trace.INPUT, self._name(path))
@@ -168,7 +108,7 @@ class Observer:
                 return
             name = self._name(path)
             self._calls[path] = self._calls.get(path, 0) + 1
-            tensor = _first_floating(output)
+            tensor = first_floating(output)
             if tensor is None:
                 return
             event = trace.key(trace.OUTPUT, name)
@@ -277,10 +217,6 @@ def _observable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _first_floating(values: Any) -> Tensor | None:
-    return next((leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-
-
 def _in_backward() -> bool:
     """Whether a module is running again for activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
@@ -316,11 +252,11 @@ def probe_shapes(
                 model.to_empty(device="cpu")
             for path, module in _observable(model):
                 module.register_forward_pre_hook(
-                    lambda module, args, kwargs, path=path: note(trace.INPUT, path, _first_floating((args, kwargs))),
+                    lambda module, args, kwargs, path=path: note(trace.INPUT, path, first_floating((args, kwargs))),
                     with_kwargs=True,
                 )
                 module.register_forward_hook(
-                    lambda module, args, output, path=path: note(trace.OUTPUT, path, _first_floating(output))
+                    lambda module, args, output, path=path: note(trace.OUTPUT, path, first_floating(output))
                 )
             fake = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
             loss(model, fake, None, Layout())

@@ -32,6 +32,7 @@ REGIONS: dict[Any, tuple[str, str, str]] = {
     regions._GatherSequence: ("gather_sequence", VARYING, REPLICATE),
     regions._ReduceScatterSequence: ("reduce_scatter_sequence", PARTIAL, VARYING),
     regions._SumGradients: ("sum_gradients", INVARIANT, REPLICATE),
+    regions._GatherWeight: ("gather_weight", VARYING, REPLICATE),
     loss._VocabParallelCrossEntropy: ("vocab_parallel_cross_entropy", VARYING, INVARIANT),
     linear_loss._VocabParallelLinearCrossEntropy: ("vocab_parallel_linear_cross_entropy", INVARIANT, INVARIANT),
 }

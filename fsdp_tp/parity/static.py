@@ -150,14 +150,14 @@ def _check_region(
         types.set(target, INVARIANT)
         y = function.forward(context, x, target, None, -100, 0.1, None, rank)
     elif function is linear_loss._VocabParallelLinearCrossEntropy:
-        weight, target = torch.empty(8, 4), torch.zeros(2, size, dtype=torch.int64)
+        weight, target = torch.empty(8, 4), torch.zeros(x.shape[:-1], dtype=torch.int64)
         types.set(weight, VARYING)
         types.set(target, INVARIANT)
         context.needs_input_grad = (True, True, False)
         y = function.forward(context, x, weight, None, target, None, 8, -100, 0.1, None, rank)
     elif function in (regions._Copy, regions._Reduce):
         y = function.forward(context, x, rank)
-    elif function in (regions._Gather, regions._GatherSequence):
+    elif function in (regions._Gather, regions._GatherSequence, regions._GatherWeight):
         y = function.forward(context, x, 1, length, rank)
     else:
         y = function.forward(context, x, 1, rank)

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_tp.layers.heads import HeadLayout
 from fsdp_tp.layers.split import Split
 from fsdp_tp.plans.families import FAMILIES, Family
+from fsdp_tp.plans.hugging_face import has_plan, hugging_face_plan
 from fsdp_tp.plans.plan import Plan
+from fsdp_tp.plans.suggest import suggestion
 
 _COUNTS = {
     "num_heads": "heads",
@@ -33,6 +35,8 @@ def families() -> tuple[str, ...]:
 def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_parallel: bool = False) -> Plan:
     """The plan of a Hugging Face decoder.
 
+    Of a family outside the table it is made from the config's ``base_model_tp_plan``, with a warning.
+
     Args:
         model: the model with its head (``LlamaForCausalLM``) or without (``LlamaModel``).
         axis: the tensor axis.
@@ -41,6 +45,8 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_pa
     Raises:
         ValueError: the family is unknown, or cannot do ``sequence_parallel``.
     """
+    if family == "auto" and _model_type(model) not in FAMILIES and has_plan(model):
+        return Plan(styles=hugging_face_plan(model, axis.size(), sequence_parallel=sequence_parallel))
     known = _family(model, family)
     if sequence_parallel and known.no_sequence_parallel:
         raise ValueError(
@@ -158,14 +164,18 @@ def in_features(linear: Any) -> int:
     return size
 
 
+def _model_type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 def _family(model: Any, family: str) -> Family:
-    model_type = getattr(getattr(model, "config", None), "model_type", None) if family == "auto" else family
+    model_type = _model_type(model) if family == "auto" else family
     if model_type not in FAMILIES:
         raise ValueError(
             f"plan='auto' does not know {type(model).__name__}"
             + (f" (model_type {model_type!r})" if model_type else "")
-            + f"; it knows the Hugging Face families {', '.join(FAMILIES)}. For another model pass a dict of "
-            "module patterns to styles, such as {'layers.*.attn.wq': 'column', 'layers.*.attn.wo': 'row'}"
+            + f"; it knows the Hugging Face families {', '.join(FAMILIES)}, and others whose config has a "
+            f"base_model_tp_plan. {suggestion(model)}"
         )
     return FAMILIES[model_type]
 

@@ -13,6 +13,8 @@ Value = TypeVar("Value")
 
 STYLES: dict[str, str] = {
     "column": "ColumnParallelLinear: the output features are split",
+    "column_by_head": "as column, of a packed projection whose rows are those of one head after another (query, key "
+    "and value of each), so that a slice of them is whole heads",
     "column_gather": "ColumnParallelLinear whose output is gathered (unless loss_parallel): for the last projection",
     "row": "RowParallelLinear: the input features are split, the output is summed",
     "vocab": "VocabParallelEmbedding: the rows are split, the output is summed",

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import fsdp_tp
+from fsdp_tp.locate import Place, Rows, locate
 from fsdp_tp.parity import trace
-from fsdp_tp.parity.observe import Observer, Place, Rows, locate, probe_shapes
+from fsdp_tp.parity.observe import Observer, probe_shapes
 from tests import models
 from tests.ranks import run
 

@@ -1,0 +1,106 @@
+"""The regions between a model's own modules, and what its code must find changed on a rank."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_tp import regions
+from fsdp_tp.layers.embedding import VocabParallelEmbedding
+from fsdp_tp.layers.front import transform_argument, transform_first_argument, transform_output
+from fsdp_tp.layers.linear import ColumnParallelLinear
+from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
+from fsdp_tp.plans import Plan, match
+
+
+def insert_regions(
+    model: nn.Module, plan: Plan, styles: Mapping[str, str], group: dist.ProcessGroup, *, sequence_parallel: bool
+) -> None:
+    """Puts in front of the modules of ``model`` what ``plan`` asks for, and behind them, in place.
+
+    Args:
+        styles: those of the plan, by path.
+    """
+    _insert_by_style(model, styles, group, sequence_parallel=sequence_parallel)
+    for path, names in match(model, plan.shared_arguments).items():
+        for name in names:
+            transform_argument(
+                model.get_submodule(path), name, functools.partial(regions.copy_to_tensor_axis, group=group)
+            )
+    for pattern, (names, heads) in plan.own_heads.items():
+        for path in match(model, {pattern: ""}):
+            for name in names:
+                transform_argument(model.get_submodule(path), name, _OwnHeads(*heads))
+    for path, attributes in match(model, plan.attributes).items():
+        for name, value in attributes.items():
+            _set_attribute(model.get_submodule(path), name, value)
+
+
+def _insert_by_style(
+    model: nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup, *, sequence_parallel: bool
+) -> None:
+    has_head = "column_gather" in styles.values()
+    length = SequenceLength()
+    if sequence_parallel:
+        model._sequence_length = length  # type: ignore[assignment]  # for wrap's activation checkpointing
+        for module in model.modules():
+            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                module.sequence_length = length
+
+    def enter(x: Tensor) -> Tensor:
+        if sequence_parallel:
+            return regions.gather_sequence(x, SEQUENCE_DIM, group, length.of(x, group))
+        return regions.copy_to_tensor_axis(x, group)
+
+    def split(x: Tensor) -> Tensor:
+        length.note(x)
+        return regions.split_to_tensor_axis(x, SEQUENCE_DIM, group)
+
+    def gather(x: Tensor) -> Tensor:
+        return regions.gather_from_tensor_axis(x, SEQUENCE_DIM, group, length.of(x, group))
+
+    for path, style in styles.items():
+        if style == "shared_input":
+            transform_first_argument(model.get_submodule(path), enter)
+        elif style == "experts":
+            for name in ("hidden_states", "top_k_weights"):
+                transform_argument(model.get_submodule(path), name, lambda x: regions.copy_to_tensor_axis(x, group))
+            transform_output(model.get_submodule(path), lambda x: regions.reduce_from_tensor_axis(x, group))
+        elif style == "whole_sequence" and sequence_parallel:
+            module = model.get_submodule(path)
+            transform_first_argument(module, gather)
+            transform_output(module, split)
+        elif style == "split_sequence" and sequence_parallel:
+            transform_first_argument(model.get_submodule(path), split)
+        elif style == "sequence_gather" and sequence_parallel:
+            # Its gradients are partial sums if a split head reads it, and complete if other code does.
+            transform_output(model.get_submodule(path), enter if has_head else gather, partial_gradient=has_head)
+
+
+class _OwnHeads:
+    """Of something for each of all heads that of this rank's: ``(batch, heads, ...)`` or ``(batch * heads, ...)``.
+
+    What has one head in all is for every head.
+    """
+
+    def __init__(self, own: Tensor, count: int) -> None:
+        self.own, self.count = own, count
+
+    def __call__(self, x: Tensor) -> Tensor:
+        own = self.own.to(x.device)
+        if x.ndim == 3:
+            return x.unflatten(0, (-1, self.count)).index_select(1, own).flatten(0, 1)
+        return x.index_select(1, own) if x.shape[1] == self.count and self.count > 1 else x
+
+
+def _set_attribute(module: Any, name: str, value: Any) -> None:
+    first, _, rest = name.partition(".")
+    if rest:  # of an object that others use too
+        setattr(module, first, copy.copy(getattr(module, first)))
+        module, first = getattr(module, first), rest
+    setattr(module, first, value)

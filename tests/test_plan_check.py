@@ -1,0 +1,102 @@
+"""Plans that are wrong by the shapes of what they split: fsdp_tp/plans/check.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_tp
+from fsdp_tp.plans import check_plan, match_plan
+from tests import models
+from tests.ranks import run
+
+
+def _check(model, plan):
+    return check_plan(model, match_plan(model, plan))
+
+
+def test_a_norm_over_all_heads_is_not_per_head():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plan = {f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"}
+    plan |= {"model.layers.*.self_attn.o_proj": "row", "model.layers.*.self_attn.*_norm": "per_head"}
+    sizes = {**models.SIZES, "head_dim": 8, "pad_token_id": 0}
+    over_all, of_each = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)) for family in ("olmo2", "qwen3")
+    )
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_norm.weight is per_head, but has 32 elements, one for"):
+        _check(over_all, plan)
+    assert _check(of_each, plan) == match_plan(of_each, plan)
+
+
+def test_multi_query_keys_that_stay_whole_are_per_head():
+    """A whole linear of one head is no norm, whatever its sizes."""
+    attention = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 2), "o": nn.Linear(8, 8)})
+    plan = {"a.q": "column", "a.k": "per_head", "a.o": "row"}
+    assert _check(nn.ModuleDict({"a": attention}), plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("packed", "row", "returns", "reads"),
+    [("self_attn.qkv_proj", "self_attn.o_proj", 64, 32), ("mlp.gate_up_proj", "mlp.down_proj", 96, 48)],
+)
+def test_a_packed_projection_is_not_split_as_a_plain_one(packed, row, returns, reads):
+    model = models.hugging_face("phi3", pad_token_id=0)
+    plan = {f"model.layers.*.{packed}": "column", f"model.layers.*.{row}": "row"}
+    with pytest.raises(
+        ValueError, match=f"{packed} is column and returns {returns} .*{row} reads {reads}: it is packed"
+    ):
+        _check(model, plan)
+    by_head = _check(model, {**plan, f"model.layers.*.{packed}": "column_by_head"})
+    assert by_head == match_plan(model, plan), "then it is a plain column layer"
+
+
+def test_a_column_layer_needs_a_row_layer_after_it():
+    plan = models.TWO_LAYER_PLAN
+    model = models.TwoLayerNet()
+    assert _check(model, plan) == match_plan(model, plan)
+    with pytest.raises(
+        ValueError, match="head is column, but the model has no row layer that .*'column_gather' of the"
+    ):
+        _check(model, {**plan, "head": "column"})
+    with pytest.raises(ValueError, match=r"layers.0.mlp.gate is column, but layers.0 has no row layer"):
+        _check(model, {**plan, "layers.*.mlp.down": "replicate"})
+
+
+class _ByHead(nn.Module):
+    """Attention whose packed rows are those of one head after another, or of all queries, keys, values."""
+
+    def __init__(self, heads_first):
+        super().__init__()
+        self.heads_first = heads_first
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+        self.out = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        packed = self.qkv(x)
+        parts = packed.unflatten(-1, (-1, 3, 2) if self.heads_first else (3, -1, 2))
+        q, k, v = (part.transpose(-3, -2) for part in parts.unbind(-2 if self.heads_first else -3))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(-3, -2).flatten(-2))
+
+
+def _by_head():
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    x = (torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),)
+    for heads_first in (True, False):
+        model = nn.Sequential(_ByHead(heads_first))
+        with pytest.raises(
+            ValueError, match="0.qkv is column and returns 24 features, but 0.out reads 8: it is packed"
+        ):
+            fsdp_tp.parallelize(model, mesh, plan={"0.qkv": "column", "0.out": "row"})
+        plan = {"0.qkv": "column_by_head", "0.out": "row"}
+        if heads_first:
+            fsdp_tp.parallelize(model, mesh, plan=plan, verify=x)
+        else:  # which only numbers tell
+            with pytest.raises(ValueError, match="first module whose output differs from the original's is 0.out"):
+                fsdp_tp.parallelize(model, mesh, plan=plan, verify=x)
+
+
+def test_rows_of_one_head_after_another_can_be_split():
+    run(2, _by_head)
