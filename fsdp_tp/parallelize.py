@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fsdp_tp.borders import insert_regions
 from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import place_split
