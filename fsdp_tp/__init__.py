@@ -13,6 +13,7 @@ from fsdp_tp.layers import (
 )
 from fsdp_tp.loss import global_mean
 from fsdp_tp.mesh import ParallelMesh, init_mesh
+from fsdp_tp.methods import register_forward_method
 from fsdp_tp.parallelize import parallelize
 from fsdp_tp.wrap import wrap
 
@@ -29,6 +30,7 @@ __all__ = [
     "init_mesh",
     "initialize",
     "parallelize",
+    "register_forward_method",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "wrap",

@@ -24,6 +24,7 @@ from fsdp_tp.layers.norm import split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
+from fsdp_tp.methods import support_generate
 from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.plans import WHOLE_STYLES, Plan, auto_plan, check_plan, families, match, match_plan
 from fsdp_tp.verify import Verification, Verify
@@ -124,6 +125,8 @@ def parallelize(
     if verification is not None:
         verification(model)
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
+    heads = [layer for path, layer in model.named_modules() if styles.get(path) == "column_gather"]
+    support_generate(model, mesh, heads if loss_parallel else [])
     if loss_parallel:
         if "column_gather" not in styles.values():
             warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)

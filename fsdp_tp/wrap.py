@@ -14,6 +14,7 @@ from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.mesh import ParallelMesh
+from fsdp_tp.methods import support_generate
 from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.parallelize import parallelize
 from fsdp_tp.verify import Verify
@@ -78,6 +79,7 @@ def wrap(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("wrap() calls fully_shard itself: remove the script's own fully_shard calls")
     parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, verify=verify)
+    support_generate(model, mesh)
     blocks = list(find_blocks(model).values())
     length = getattr(model, "_sequence_length", None)
     recomputation = {"context_fn": length.recomputation} if isinstance(length, SequenceLength) else {}

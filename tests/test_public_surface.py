@@ -26,6 +26,7 @@ SURFACE = {
     "vocab_parallel_cross_entropy": "logits target mesh weight ignore_index label_smoothing reduction chunk_size",
     "vocab_parallel_linear_cross_entropy": "input linear_weight target mesh linear_bias weight ignore_index "
     "label_smoothing reduction chunk_size",
+    "register_forward_method": "module name",
     "wrap": "model mesh plan sequence_parallel loss_parallel activation_checkpointing compile reshard_after_forward "
     "mp_policy offload_policy comm seed verify",
 }

@@ -9,6 +9,8 @@ bound on a whole block, the weights of all its modules share one all-reduce.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -61,20 +63,30 @@ class Bound(Front):
     _tensor_group: dist.ProcessGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound: list[tuple[BoundParameter, nn.Parameter]] = []
-        whole: list[Tensor] = []
-        partial: list[Tensor] = []
-        for entry in self._bound_parameters:
-            parameter = entry.module._parameters[entry.name]
-            # A plain tensor is bound already; a shard of an inner FSDP module that is gathered later binds itself.
-            if isinstance(parameter, DTensor) and (entry.module is self or not is_fsdp_sharded(parameter)):
-                bound.append((entry, parameter))
-                (partial if entry.partial else whole).append(entry.local(self._tensor_group))
-        partial = regions.sum_gradients(partial, self._tensor_group)
-        for entry, _ in bound:
-            entry.module._parameters[entry.name] = (partial if entry.partial else whole).pop(0)  # type: ignore[assignment]
-        try:
+        with locals_bound(self):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            for entry, parameter in bound:
+
+
+@contextmanager
+def locals_bound(module: Bound) -> Iterator[None]:
+    """While entered, the plain local tensors stand in place of the parameters that ``module`` binds."""
+    bound: list[tuple[BoundParameter, nn.Parameter]] = []
+    whole: list[Tensor] = []
+    partial: list[Tensor] = []
+    for entry in module._bound_parameters:
+        parameter = entry.module._parameters[entry.name]
+        # A plain tensor is bound already; a shard of an inner FSDP module that is gathered later binds itself.
+        if isinstance(parameter, DTensor) and (entry.module is module or not is_fsdp_sharded(parameter)):
+            bound.append((entry, parameter))
+            (partial if entry.partial else whole).append(entry.local(module._tensor_group))
+    partial = regions.sum_gradients(partial, module._tensor_group)
+    in_place: list[Any] = [(partial if entry.partial else whole).pop(0) for entry, _ in bound]
+    for (entry, _), tensor in zip(bound, in_place, strict=True):
+        entry.module._parameters[entry.name] = tensor
+    try:
+        yield
+    finally:
+        for (entry, parameter), tensor in zip(bound, in_place, strict=True):
+            # A forward inside another method may have given the parameters back to FSDP, which put its shards there.
+            if entry.module._parameters[entry.name] is tensor:
                 entry.module._parameters[entry.name] = parameter

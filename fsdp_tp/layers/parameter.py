@@ -88,7 +88,7 @@ def to_local(parameter: Tensor) -> Tensor:
     if is_fsdp_sharded(parameter):
         raise RuntimeError(
             "a parameter is still sharded by FSDP: it is gathered for the forward of its FSDP module only. "
-            "To call another method, register it with torch.distributed.fsdp.register_fsdp_forward_method"
+            "To call another method, register it with fsdp_tp.register_forward_method"
         )
     return parameter.to_local(grad_placements=parameter.placements)
 
