@@ -66,7 +66,7 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         require_no_optimizer(each, "fully_shard")
-    return torch_fully_shard(
+    sharded = torch_fully_shard(
         module,
         mesh=fsdp_mesh(modules, mesh, hybrid_shard_degree),
         reshard_after_forward=reshard_after_forward,
@@ -75,6 +75,15 @@ def fully_shard(
         offload_policy=offload_policy,
         ignored_params=ignored_params,
     )
+    reduce_by_sums(modules[0])
+    return sharded
+
+
+def reduce_by_sums(module: nn.Module) -> None:
+    """Lets FSDP divide gradients itself. A division inside the collective (PREMUL_SUM, for a divide factor of the
+    user's) is unknown to gloo, and with NCCL turns gradients of 16 bits into zeros (pytorch#190745)."""
+    assert isinstance(module, FSDPModule)
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def reducing_in_fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

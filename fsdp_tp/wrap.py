@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reducing_in_fp32
+from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reduce_by_sums, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.mesh import ParallelMesh
@@ -99,6 +99,7 @@ def wrap(
             mp_policy=reducing_in_fp32(mp_policy),
             offload_policy=offload_policy,
         )
+        reduce_by_sums(module)
     if on_meta == {True}:
         offloaded = isinstance(offload_policy, CPUOffloadPolicy)
         materialize(model, torch.device("cpu") if offloaded else mesh.device)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 import fsdp_tp
 from tests import models
@@ -114,29 +114,6 @@ def _errors():
 
 def test_errors_name_the_setting_and_the_legal_values():
     run(4, _errors)
-
-
-def _sixteen_bit_accumulation(policy):
-    """32 micro-batches of gradients far smaller than their sum: bf16 sums would lose them."""
-    mesh = fsdp_tp.init_mesh(hybrid_shard_degree=2)
-    model = nn.Linear(8, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    fsdp_tp.fully_shard(model, mesh=mesh, mp_policy=policy)
-    inputs = [1.0] + [2.0**-9] * 31
-    for index, value in enumerate(inputs):
-        with fsdp_tp.accumulate(model, last=index == 31):
-            output = model(torch.full((1, 8), value))
-            assert output.dtype == torch.bfloat16
-            output.sum().backward()
-    gradient = models.gather(model.weight.grad)
-    assert gradient.dtype == torch.float32
-    assert torch.equal(gradient, torch.full((1, 8), sum(inputs)))
-
-
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_mixed_precision_accumulates_in_fp32(reduce_dtype):
-    """The expected sum is exact in fp32; in bf16 1 + 2^-9 rounds to 1. Fault: bf16 reduce buffers."""
-    run(4, _sixteen_bit_accumulation, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
 
 
 def _bytes_of_rank(degrees, tied):

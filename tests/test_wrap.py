@@ -64,30 +64,6 @@ def test_errors():
         fsdp_tp.wrap(models.hugging_face("llama"), mesh, comm="x")
 
 
-def _frozen(degrees):
-    """A frozen base and a trained head, as for fine-tuning: AdamW with weight decay over everything."""
-    mesh = fsdp_tp.init_mesh(**degrees)
-    model = models.hugging_face("llama")
-    fsdp_tp.initialize(model)
-    model.model.requires_grad_(False)
-    names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    fsdp_tp.wrap(model, mesh, sequence_parallel=True)
-    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == names
-    before = {name: models.gather(parameter) for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, foreach=True)
-    model(models.batch()[:, :-1]).logits.square().mean().backward()
-    fsdp_tp.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    changed = {name for name, p in model.named_parameters() if not torch.equal(models.gather(p), before[name])}
-    assert changed == {"lm_head.weight"}
-
-
-def test_frozen_parameters_stay_frozen():
-    """Fault: replicated weights that become trainable when they are wrapped."""
-    run(2, _frozen, {"tensor_parallel_degree": 2})
-    run(8, _frozen, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
-
-
 def _losses(options, degrees):
     mesh = fsdp_tp.init_mesh(**degrees)
     model = models.hugging_face("qwen3")

@@ -368,28 +368,3 @@ def test_memory_is_that_of_a_slice_and_a_chunk(tensor, dtype):
 def test_the_memory_of_torchs_own_loss_does_not_pass():
     _, largest, kept = run(1, _memory, torch.bfloat16, "plain")[0]
     assert min(largest, kept) >= 4 * TOKENS * CLASSES
-
-
-def _uneven_rows(rows_of_rank):
-    """A linear model whose data ranks hold different numbers of rows."""
-    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=torch.distributed.get_world_size() // len(rows_of_rank))
-    torch.manual_seed(6)
-    model = torch.nn.Linear(4, 1, dtype=torch.float64)
-    reference = torch.nn.Linear(4, 1, dtype=torch.float64)
-    reference.load_state_dict(model.state_dict())
-    data = torch.randn(sum(rows_of_rank), 4, dtype=torch.float64)
-    expected = reference(data).square().mean()
-    expected.backward()
-    first = sum(rows_of_rank[: mesh.data_rank])
-    mine = data[first : first + rows_of_rank[mesh.data_rank]]
-    fsdp_tp.fully_shard(model, mesh=mesh)
-    loss = fsdp_tp.global_mean(model(mine).square().sum(), mine.shape[0], mesh)
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("rows_of_rank", [[1, 2, 3, 10], [5, 0, 1, 1], [2, 2]])
-def test_global_mean_weighs_every_token_alike(rows_of_rank):
-    """Fault: a mean of the ranks' means weighs the tokens of a short batch more."""
-    run(len(rows_of_rank), _uneven_rows, rows_of_rank)
