@@ -321,7 +321,7 @@ TOKENS, CLASSES, CHUNK, WIDTH = 64, 6000, 8, 32
 
 
 def _memory(dtype, loss):
-    """Bytes of the peak, of the largest allocation, and of what is kept for backward beside the arguments."""
+    """Bytes: peak of forward, peak of all, largest allocation, and what is kept for backward beside the arguments."""
     mesh = _mesh()
     target = torch.zeros(TOKENS, dtype=torch.long)
     classes = CLASSES // mesh.tensor_size
@@ -342,8 +342,9 @@ def _memory(dtype, loss):
             value = fsdp_tp.vocab_parallel_cross_entropy(logits, target, mesh=mesh, chunk_size=CHUNK)
         else:
             value = fsdp_tp.vocab_parallel_linear_cross_entropy(x, weight, target, mesh=mesh, chunk_size=CHUNK)
+        forward = tracker.peak
         value.backward()
-    return tracker.peak, tracker.largest, sum(size for storage, size in kept.items() if storage not in given)
+    return forward, tracker.peak, tracker.largest, sum(size for storage, size in kept.items() if storage not in given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -352,19 +353,21 @@ def test_memory_is_that_of_a_slice_and_a_chunk(tensor, dtype):
     classes = CLASSES // tensor
     fp32_chunk = 4 * CHUNK * classes
     per_token = 40 * 8 * TOKENS  # some forty numbers a token in fp64
-    peak, largest, kept = run(tensor, _memory, dtype, "logits")[0]
+    forward, peak, largest, kept = run(tensor, _memory, dtype, "logits")[0]
     gradient = dtype.itemsize * TOKENS * classes
+    assert fp32_chunk <= forward <= fp32_chunk + per_token
     assert largest == gradient
     assert gradient < peak <= gradient + fp32_chunk + per_token
     assert kept <= per_token
 
-    peak, largest, kept = run(tensor, _memory, dtype, "linear")[0]
+    forward, peak, largest, kept = run(tensor, _memory, dtype, "linear")[0]
     weight = 4 * WIDTH * classes  # fp32: the sum of the chunks' gradients
+    assert forward <= (dtype.itemsize + 4) * CHUNK * classes + per_token
     assert largest == max(weight, fp32_chunk)
     assert weight < peak <= 2 * weight + 2 * fp32_chunk + per_token + 3 * 4 * TOKENS * WIDTH
     assert kept <= per_token
 
 
 def test_the_memory_of_torchs_own_loss_does_not_pass():
-    _, largest, kept = run(1, _memory, torch.bfloat16, "plain")[0]
+    _, _, largest, kept = run(1, _memory, torch.bfloat16, "plain")[0]
     assert min(largest, kept) >= 4 * TOKENS * CLASSES
