@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp_tp.borders import insert_regions
 from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
-from fsdp_tp.layers.canonical import place_split
+from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -124,6 +124,7 @@ def parallelize(
     insert_regions(model, full, styles, mesh.tensor.get_group(), sequence_parallel=sequence_parallel)
     if verification is not None:
         verification(model)
+    accept_whole_tensors(model)
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     heads = [layer for path, layer in model.named_modules() if styles.get(path) == "column_gather"]
     support_generate(model, mesh, heads if loss_parallel else [])

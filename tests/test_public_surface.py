@@ -9,10 +9,10 @@ import fsdp_tp.train
 
 SURFACE = {
     "ColumnParallelLinear": "in_features out_features bias mesh gather_output sequence_parallel shared_input "
-    "device dtype",
+    "device dtype split",
     "ParallelConfig": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree",
     "ParallelMesh": "device_mesh",
-    "RowParallelLinear": "in_features out_features bias mesh input_is_parallel sequence_parallel device dtype",
+    "RowParallelLinear": "in_features out_features bias mesh input_is_parallel sequence_parallel device dtype split",
     "VocabParallelEmbedding": "num_embeddings embedding_dim mesh padding_idx sequence_parallel device dtype",
     "accumulate": "model last",
     "clip_grad_norm_": "parameters max_norm norm_type error_if_nonfinite mesh",

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+
+from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore
 
 __all__ = ["latest", "load", "read_extra", "save"]
 
@@ -94,7 +96,8 @@ def load(
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_BY_NAME)
+        stored = _convert(model, state["optimizer"], as_stored=True)
+        set_optimizer_state_dict(model, optimizer, stored, options=_BY_NAME)
     return extra
 
 
@@ -137,8 +140,23 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        stored = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        state["optimizer"] = _convert(model, stored, as_stored=False)
     return state
+
+
+def _convert(model: nn.Module, state: dict[str, Any], *, as_stored: bool) -> dict[str, Any]:
+    """An optimizer's state between the order in which some parameters are stored and that of one process, which
+    a model's own state dict has already (:mod:`fsdp_tp.layers.canonical`)."""
+    parameters = dict(model.named_parameters())
+    converted = dict(state)
+    for name, (split, dim) in arranged_parameters(model).items():
+        for entry, value in state.items():
+            if not entry.startswith(f"state.{name}.") or not isinstance(value, Tensor) or not value.ndim:
+                continue
+            like = parameters[name]
+            converted[entry] = arrange(value, split, dim, like) if as_stored else restore(value, split, dim)
+    return converted
 
 
 def _is_complete(path: Path) -> bool:

@@ -89,6 +89,23 @@ def _distribute(whole: Tensor, like: DTensor) -> DTensor:
     return from_local(own_part(whole, like).clone(), like.device_mesh, like.placements, whole)
 
 
+def accept_whole_tensors(model: nn.Module) -> None:
+    """From now on ``model.load_state_dict`` takes plain whole tensors too, the same on all ranks, in any layout.
+
+    torch's ``set_model_state_dict(full_state_dict=True)`` cannot distribute uneven parts under FSDP (2.13).
+    """
+
+    def distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        arranged = arranged_parameters(module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            whole = state_dict.get(prefix + name)
+            is_plain = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
+            if isinstance(parameter, DTensor) and is_plain and whole.shape == parameter.shape and name not in arranged:
+                state_dict[prefix + name] = _distribute(whole, parameter)
+
+    model.register_load_state_dict_pre_hook(distribute)
+
+
 def _restore_in_state_dict(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, (split, dim) in module._arranged.items():
         if (stored := state_dict.get(prefix + name)) is not None:

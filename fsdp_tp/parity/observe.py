@@ -173,8 +173,11 @@ class Observer:
         replica = (data_replica or 0) * mesh.tensor_size + (0 if partial else tensor_replica)
         self._add(event, pieces, whole, replica, again=data_replica is None)
 
-    def _is_among_unusual(self, path: str) -> bool:
-        """Whether a tensor in the module at ``path`` may hold features that are split unusually."""
+    def _is_among_unusual(self, event_path: str) -> bool:
+        """Whether a tensor in that module may hold features that are split unusually."""
+        path = event_path.partition("#")[0]
+        if isinstance(self._model.get_submodule(path), ColumnParallelLinear | RowParallelLinear):
+            return False
         return any(path.startswith(f"{split.rpartition('.')[0]}.") for split in self._splits)
 
     def _add(
