@@ -98,7 +98,7 @@ def accept_whole_tensors(model: nn.Module) -> None:
     def distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         arranged = arranged_parameters(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            whole = state_dict.get(prefix + name)
+            whole: Any = state_dict.get(prefix + name)
             is_plain = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
             if isinstance(parameter, DTensor) and is_plain and whole.shape == parameter.shape and name not in arranged:
                 state_dict[prefix + name] = _distribute(whole, parameter)
