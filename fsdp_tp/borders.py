@@ -80,6 +80,8 @@ def _insert_by_style(
         elif style == "sequence_gather" and sequence_parallel:
             # Its gradients are partial sums if a split head reads it, and complete if other code does.
             transform_output(model.get_submodule(path), enter if has_head else gather, partial_gradient=has_head)
+        elif style == "sequence_gather_whole" and sequence_parallel:
+            transform_output(model.get_submodule(path), gather)
 
 
 class _OwnHeads:

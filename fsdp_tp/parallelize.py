@@ -29,6 +29,7 @@ from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.plans import WHOLE_STYLES, Plan, auto_plan, check_plan, families, match, match_plan
 from fsdp_tp.verify import Verification, Verify
 
+_SLICED_STYLES = ("sequence", "sequence_gather", "sequence_gather_whole")
 _SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
 
 
@@ -95,10 +96,10 @@ def parallelize(
     proven = plan in ("auto", model_type) and model_type in families()
     styles = check_plan(model, match_plan(model, full.styles), proven=proven)
     splits, parts = match(model, full.splits), match(model, full.parameters)
-    _check_every_gradient_is_known(model, styles, sequence_parallel)
+    _check_every_gradient_is_known(model, styles, parts, sequence_parallel)
     _warn_about_dropout(model)
 
-    _check_ties(model, styles)
+    _check_ties(model, styles, parts)
     verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
 
     # All layers are built before the first takes its place: an error leaves the model as it was.
@@ -154,14 +155,16 @@ def _split_layer(
         return VocabParallelEmbedding.from_embedding(
             module, mesh=mesh, sequence_parallel=sequence_parallel and not splits_later
         )
+    is_head = sequence_parallel and style == "column_gather"
     # After a gathered last norm the output projection's input is whole, its gradient still to be summed.
-    follows_gather = sequence_parallel and style == "column_gather" and "sequence_gather" in styles.values()
+    follows_gather = is_head and "sequence_gather" in styles.values()
+    reads_whole = is_head and "sequence_gather_whole" in styles.values() and not follows_gather
     column = ColumnParallelConv1D if is_conv1d(module) else ColumnParallelLinear
     return column.from_linear(
         module,
         mesh=mesh,
         gather_output=style == "column_gather" and not loss_parallel,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=sequence_parallel and not reads_whole,
         shared_input=follows_gather or _is_inside_shared_input(path, styles),
         split=split,
     )
@@ -174,11 +177,12 @@ def _placement(style: str | None, name: str) -> Placement:
     return Shard(0) if style in _SPLIT_STYLES else Replicate()
 
 
-def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
+def _check_ties(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, tuple[Split, int]]) -> None:
     first: dict[nn.Parameter, tuple[str, Placement]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            placement = _placement(styles.get(path), name)
+            part = parts.get(_join(path, name))
+            placement = _placement(styles.get(path), name) if part is None else Shard(part[1])
             other, other_placement = first.setdefault(parameter, (f"{path}.{name}", placement))
             if placement != other_placement:
                 raise ValueError(
@@ -217,13 +221,16 @@ def _bind_the_rest(
         own[path] = []
         for name, parameter in module._parameters.items():
             if (part := parts.get(_join(path, name))) is not None:
-                place_split(module, name, *part, mesh.tensor)
+                if parameter in tied:
+                    module._parameters[name] = tied[parameter]
+                else:
+                    place_split(module, name, *part, mesh.tensor)
                 own[path].append(BoundParameter(module, name, False, *part))
             elif parameter is not None and not isinstance(parameter, DTensor):
                 replicated = place_parameter(parameter, Replicate(), mesh.tensor)
                 module._parameters[name] = tied.setdefault(parameter, replicated)
                 style = _whole_style(_join(path, name), styles)
-                partial = style == "per_head" or (sequence_parallel and style in ("sequence", "sequence_gather"))
+                partial = style == "per_head" or (sequence_parallel and style in _SLICED_STYLES)
                 own[path].append(BoundParameter(module, name, partial))
     blocks = find_blocks(model)
     for path, module in list(model.named_modules()):
@@ -253,15 +260,19 @@ def _is_within(path: str, ancestor: str) -> bool:
     return path == ancestor or path.startswith(f"{ancestor}.")
 
 
-def _check_every_gradient_is_known(model: nn.Module, styles: Mapping[str, str], sequence_parallel: bool) -> None:
+def _check_every_gradient_is_known(
+    model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, tuple[Split, int]], sequence_parallel: bool
+) -> None:
     """A whole weight may see whole activations or a slice of them; a guess would be a wrong gradient."""
     split_parents = {path.rpartition(".")[0] for path, style in styles.items() if style in ("column", "row")}
     unclear = []
     for path, module in model.named_modules():
-        if styles.get(path) in (*_SPLIT_STYLES, "experts", "over_heads"):
+        if styles.get(path) in (*_SPLIT_STYLES, "over_heads"):
             continue
         for name, _ in module.named_parameters(recurse=False):
             parameter = _join(path, name)
+            if parameter in parts:
+                continue
             style = _whole_style(parameter, styles)
             if style not in ("per_head", "over_heads") and _is_inside_shared_input(parameter, styles):
                 raise ValueError(

@@ -52,6 +52,14 @@ SIZES = {
     "qwen3_moe": {
         **models.SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
     },
+    "bert": dict(
+        vocab_size=models.VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+    ),
+    "t5": dict(
+        vocab_size=models.VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    ),
     "gpt_neox": _HEADS,
     "gptj": dict(
         vocab_size=models.VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, use_cache=False,
@@ -68,13 +76,23 @@ SIZES = {
 }  # fmt: skip
 
 
+SIZES["roberta"] = SIZES["bert"]
+
+
 def build(family: str) -> nn.Module:
     """A toy model of a family that plan "auto" knows."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    config = AutoConfig.for_model(family, **SIZES.get(family, models.SIZES))
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    kind = {"bert": "MaskedLM", "roberta": "MaskedLM", "t5": "Seq2SeqLM"}.get(family, "CausalLM")
+    config = transformers.AutoConfig.for_model(family, **SIZES.get(family, models.SIZES))
+    model: nn.Module = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     return model
+
+
+def sequence_to_sequence_loss(model: nn.Module, batch: torch.Tensor, mesh: object, layout: object) -> torch.Tensor:
+    """The decoder tells the next token of what the encoder reads backwards."""
+    logits = model(input_ids=batch.flip(1), decoder_input_ids=batch[:, :-1]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
 def steep_adamw(model: nn.Module, mesh: object) -> torch.optim.Optimizer:
@@ -91,6 +109,7 @@ def compare(family: str) -> Report:
         layouts=layouts,
         optimizer=steep_adamw,
         workers=workers,
+        **({"loss": sequence_to_sequence_loss} if family == "t5" else {}),
     )
 
 

@@ -114,7 +114,7 @@ class Observer:
             event = trace.key(trace.OUTPUT, name)
             # Behind a gathering region, and where a weight's gradient is summed afterwards, every rank has its own
             # part of the gradient's sum.
-            partial = getattr(module, "_has_partial_gradient", False) or module in self._summing
+            partial = getattr(module, "_has_partial_gradient", module in self._summing)
             partial = partial or any(gathered for output, _, gathered in self._outputs if output is tensor)
             self._outputs.append((tensor, event, partial))
             split = self._split_at(path, ColumnParallelLinear)

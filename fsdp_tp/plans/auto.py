@@ -12,24 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_tp.layers.heads import HeadLayout
 from fsdp_tp.layers.split import Split
+from fsdp_tp.plans.encoders import BUILDERS
 from fsdp_tp.plans.families import FAMILIES, Family
 from fsdp_tp.plans.hugging_face import has_plan, hugging_face_plan
+from fsdp_tp.plans.parts import Heads, in_features, path_of
 from fsdp_tp.plans.plan import Plan
 from fsdp_tp.plans.suggest import suggestion
-
-_COUNTS = {
-    "num_heads": "heads",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "num_kv_heads": "kv_heads",
-    "num_key_value_groups": "groups",
-}
-"""Attributes by which attention modules know how much they have of what."""
 
 
 def families() -> tuple[str, ...]:
     """The Hugging Face ``model_type`` names that plan "auto" knows."""
-    return tuple(FAMILIES)
+    return (*FAMILIES, *BUILDERS)
 
 
 def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_parallel: bool = False) -> Plan:
@@ -45,7 +38,10 @@ def auto_plan(model: Any, axis: DeviceMesh, *, family: str = "auto", sequence_pa
     Raises:
         ValueError: the family is unknown, or cannot do ``sequence_parallel``.
     """
-    if family == "auto" and _model_type(model) not in FAMILIES and has_plan(model):
+    model_type = _model_type(model) if family == "auto" else family
+    if model_type in BUILDERS:
+        return BUILDERS[model_type](model, axis)
+    if family == "auto" and model_type not in FAMILIES and has_plan(model):
         return Plan(styles=hugging_face_plan(model, axis.size(), sequence_parallel=sequence_parallel))
     known = _family(model, family)
     if sequence_parallel and known.no_sequence_parallel:
@@ -86,30 +82,18 @@ def _embedding_and_head(model: Any, prefix: str, known: Family) -> Plan:
 
 
 def _attention(base: Any, blocks: str, known: Family, axis: DeviceMesh) -> Plan:
-    config = base.config
-    fused, kv_heads = _fused_and_kv_heads(config, known)
-    layout = HeadLayout(config.num_attention_heads, kv_heads, axis.size())
-    module = base.get_submodule(f"{known.blocks}.0.{known.attention}")
-    head_dim = in_features(module.get_submodule(known.row)) // layout.num_heads
-    queries, kv = layout.queries.blocks(head_dim), layout.kv.blocks(head_dim)
-    columns = [queries, kv, kv]
-    if fused:
-        columns = [layout.interleaved.blocks(head_dim) if fused == "interleaved" else Split.packed(columns)]
+    fused, kv_heads = _fused_and_kv_heads(base.config, known)
+    layout = HeadLayout(base.config.num_attention_heads, kv_heads, axis.size())
     path = f"{blocks}.*.{known.attention}"
-    styles = {path: "shared_input", f"{path}.{known.row}": "row"}
-    styles |= {f"{path}.{name}": "column" for name in known.columns}
-    styles |= {f"{path}.{name}": "per_head" for name in known.per_head}
+    module = base.get_submodule(f"{known.blocks}.0.{known.attention}")
+    row = module.get_submodule(known.row)
+    heads = Heads(layout, in_features(row) // layout.num_heads, axis.get_local_rank())
+    plan = heads.attention(path, module, known.columns, f"{path}.{known.row}", fused=fused, counts=known.counts)
+    styles = {f"{path}.{name}": "per_head" for name in known.per_head}
     styles |= {f"{path}.{name}": "over_heads" for name in known.over_heads}
-    splits = {f"{path}.{known.row}": queries}
-    splits |= {f"{path}.{name}": split for name, split in zip(known.columns, columns, strict=True)}
-    splits |= {f"{path}.{name}": split for name, split in zip(known.over_heads, (queries, kv), strict=False)}
-    own = layout.queries.rows[axis.get_local_rank()].clamp(min=0)  # a head of zeros may read any
-    return Plan(
-        styles=styles,
-        splits=splits,
-        own_heads={path: (known.head_arguments, (own, layout.num_heads))} if known.head_arguments else {},
-        attributes={path: _counts(module, known, layout, head_dim, axis.get_local_rank())},
-    )
+    splits = {f"{path}.{name}": split for name, split in zip(known.over_heads, heads.splits, strict=False)}
+    own_heads = {path: (known.head_arguments, heads.own)} if known.head_arguments else {}
+    return plan | Plan(styles=styles, splits=splits, own_heads=own_heads)
 
 
 def _fused_and_kv_heads(config: Any, known: Family) -> tuple[str, int]:
@@ -119,18 +103,6 @@ def _fused_and_kv_heads(config: Any, known: Family) -> tuple[str, int]:
             return "interleaved", config.num_kv_heads
         return ("packed", 1) if config.multi_query else ("interleaved", heads)
     return known.fused, getattr(config, "num_key_value_heads", None) or heads
-
-
-def _counts(module: nn.Module, known: Family, layout: HeadLayout, head_dim: int, rank: int) -> dict[str, int]:
-    """What ``module`` must take for its numbers of heads on this rank."""
-    values = {
-        "heads": layout.num_local_heads(rank),
-        "kv_heads": layout.num_local_kv_heads(rank),
-        "groups": layout.num_local_groups(rank),
-        "features": layout.num_local_heads(rank) * head_dim,
-    }
-    usual = {name: values[count] for name, count in _COUNTS.items() if hasattr(module, name)}
-    return usual | {name: values[count] for name, count in known.counts.items()}
 
 
 def _mlp(base: Any, blocks: str, known: Family, ranks: int) -> Plan:
@@ -158,12 +130,6 @@ def _mlp(base: Any, blocks: str, known: Family, ranks: int) -> Plan:
     return Plan(styles=styles, splits=splits, parameters=parameters)
 
 
-def in_features(linear: Any) -> int:
-    """Of an ``nn.Linear``, or of transformers' ``Conv1D``, which stores its weight the other way round."""
-    size: int = linear.in_features if hasattr(linear, "in_features") else linear.weight.shape[0]
-    return size
-
-
 def _model_type(model: Any) -> str | None:
     return getattr(getattr(model, "config", None), "model_type", None)
 
@@ -174,11 +140,7 @@ def _family(model: Any, family: str) -> Family:
         raise ValueError(
             f"plan='auto' does not know {type(model).__name__}"
             + (f" (model_type {model_type!r})" if model_type else "")
-            + f"; it knows the Hugging Face families {', '.join(FAMILIES)}, and others whose config has a "
+            + f"; it knows the Hugging Face families {', '.join(families())}, and others whose config has a "
             f"base_model_tp_plan. {suggestion(model)}"
         )
     return FAMILIES[model_type]
-
-
-def path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)

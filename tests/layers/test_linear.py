@@ -19,11 +19,11 @@ BOUND = 1e-12
 IN, OUT, SEQUENCE = 24, 16, 8
 
 
-def _reference(rows, bias, seed=5):
+def _reference(rows, bias, sizes, seed=5):
     torch.manual_seed(seed)
-    linear = nn.Linear(IN, OUT, bias=bias, dtype=torch.float64)
-    x = torch.randn(rows, SEQUENCE, IN, dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(rows, SEQUENCE, OUT, dtype=torch.float64)
+    linear = nn.Linear(*sizes, bias=bias, dtype=torch.float64)
+    x = torch.randn(rows, SEQUENCE, sizes[0], dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(rows, SEQUENCE, sizes[1], dtype=torch.float64)
     return linear, x, grad
 
 
@@ -36,9 +36,9 @@ def _close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=BOUND)
 
 
-def _column(rows, bias, sequence_parallel, gather_output):
+def _column(rows, bias, sequence_parallel, gather_output, sizes):
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=torch.distributed.get_world_size())
-    linear, x, grad = _reference(rows, bias)
+    linear, x, grad = _reference(rows, bias, sizes)
     layer = ColumnParallelLinear.from_linear(
         linear, mesh=mesh, sequence_parallel=sequence_parallel, gather_output=gather_output
     )
@@ -57,9 +57,9 @@ def _column(rows, bias, sequence_parallel, gather_output):
         _close(_local(layer.bias.grad), _own(linear.bias.grad, 0, mesh))
 
 
-def _row(rows, bias, sequence_parallel, input_is_parallel):
+def _row(rows, bias, sequence_parallel, input_is_parallel, sizes):
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=torch.distributed.get_world_size())
-    linear, x, grad = _reference(rows, bias)
+    linear, x, grad = _reference(rows, bias, sizes)
     layer = RowParallelLinear.from_linear(
         linear, mesh=mesh, sequence_parallel=sequence_parallel, input_is_parallel=input_is_parallel
     )
@@ -80,8 +80,9 @@ def _local(gradient):
 
 
 def _all_cases(check):
-    for rows, bias, sequence_parallel, option in itertools.product((1, 3), *[(False, True)] * 3):
-        check(rows, bias, sequence_parallel, option)
+    sizes = [(IN, OUT), (13, 7)]  # the second is a multiple of no degree
+    for *options, each in itertools.product((1, 3), *[(False, True)] * 3, sizes):
+        check(*options, each)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -161,15 +162,11 @@ def _from_linear_details():
     with torch.no_grad():
         layer.weight.to_local().zero_()
     assert torch.equal(linear.weight, before)
-    with pytest.raises(ValueError, match="out_features=15 is not a multiple of the tensor axis, which has 2 ranks"):
-        ColumnParallelLinear(4, 15, mesh=mesh)
-    with pytest.raises(ValueError, match="in_features=15 is not a multiple"):
-        RowParallelLinear(15, 4, mesh=mesh)
     with pytest.raises(ValueError, match="takes the place of nn.Linear, not of NonDynamicallyQuantizableLinear"):
         ColumnParallelLinear.from_linear(nn.modules.linear.NonDynamicallyQuantizableLinear(4, 4), mesh=mesh)
     with pytest.raises(ValueError, match="must be a ParallelMesh or a DeviceMesh"):
         ColumnParallelLinear(4, 4, mesh=None)
 
 
-def test_from_linear_keeps_hooks_mode_dtype_and_frozen_and_refuses_what_does_not_divide():
+def test_from_linear_keeps_hooks_mode_dtype_and_frozen_and_refuses_what_it_cannot_split():
     run(2, _from_linear_details)
