@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
 import statistics
 import tempfile
@@ -130,7 +129,7 @@ VARIANTS: Variants = {
         our_split_loss,
         "loss_parallel, sequence_parallel",
     ),
-    "parallelize_module": (torchs, torch_split_loss, "loss_parallel, each input made a DTensor once"),
+    "parallelize_module": (torchs, torch_split_loss, "loss_parallel, PrepareModuleInput"),
     "transformers": (transformers, whole_loss, "DistributedConfig(tp_size=2)"),
     "one_process": (lambda model, mesh: model, whole_loss, "the whole model; twice this is the ideal"),
 }
@@ -179,7 +178,6 @@ def where_time_goes(step: Callable[[], Any], steps: int) -> dict[str, float]:
 
 def measure(rank: int, store: str, quick: bool, results: Any) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=WORLD_SIZE)
     ids = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
@@ -264,9 +262,7 @@ def rows_of(report: dict[str, Any], python: dict[str, float]) -> list[dict[str, 
 
 def show(rows: list[dict[str, Any]]) -> None:
     console = Console(width=150)
-    table = Table(
-        "dtype", "variant", "configuration", "tokens/s", "quartiles", "of the ideal", "Python, ms a layer and step"
-    )
+    table = Table("dtype", "variant", "configuration", "tokens/s", "quartiles", "of ideal", "Python, ms/layer")
     for row in rows:
         low, high = row["quartiles"]
         table.add_row(
