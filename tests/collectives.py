@@ -18,6 +18,7 @@ _OPERATIONS = {
     "_allgather_base_": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
+    "all_to_all_single": "reduce_scatter",  # on gloo
 }
 
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")

@@ -6,6 +6,8 @@ of those allocates (on a CPU it costs as much as a small collective).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,7 +59,12 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     even = size % ranks == 0
     x = x if even else _pad(x, dim, -(-size // ranks) * ranks)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
-    scattered = _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", ranks, group.group_name))
+    if group._get_backend_name() == "gloo":  # its own reduce-scatter is an all-reduce of everything: twice the traffic
+        lengths = [stacked.shape[0] // ranks] * ranks
+        received = _ops.wait_tensor(_ops.all_to_all_single(stacked, lengths, lengths, group.group_name))
+        scattered = functools.reduce(torch.add, received.chunk(ranks))
+    else:
+        scattered = _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", ranks, group.group_name))
     return scattered if even else scattered.narrow(dim, 0, chunk_of(size, ranks, group.rank())[1]).contiguous()
 
 

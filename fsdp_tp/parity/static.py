@@ -182,6 +182,7 @@ class _TypedRank:
         self._group, self._types = group, types
         self.group_name = group.group_name
         self.size = group.size
+        self._get_backend_name = group._get_backend_name
 
     def rank(self) -> Any:
         import spmd_types as spmd
