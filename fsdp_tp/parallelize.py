@@ -37,7 +37,7 @@ def parallelize(
     model: nn.Module,
     mesh: ParallelMesh,
     *,
-    plan: str | Mapping[str, str] = "auto",
+    plan: str | Mapping[str, str] | Plan = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     verify: Verify = False,
@@ -52,9 +52,9 @@ def parallelize(
     Args:
         model: a Hugging Face decoder, or any module with a dict plan. Not yet wrapped by FSDP.
         mesh: from :func:`fsdp_tp.init_mesh`.
-        plan: ``"auto"`` (the model's own Hugging Face plan, completed), the name of a family
-            to take the model for, or a dict of module-path patterns to styles; the styles
-            are listed in :data:`fsdp_tp.plans.STYLES`.
+        plan: ``"auto"`` (the model's Hugging Face family), the name of a family to take the model
+            for, a dict of module-path patterns to styles, which are listed in
+            :data:`fsdp_tp.plans.STYLES`, or a :class:`fsdp_tp.plans.Plan`, which says more.
         sequence_parallel: between blocks each rank holds its slice of the sequence, which may
             have any length (the last ranks hold less, or nothing); saves activation memory for
             the same traffic. Column layers keep their gathered input for the weight gradient, one
@@ -82,7 +82,8 @@ def parallelize(
     require_no_optimizer(model, "parallelize")
     if mesh.tensor_size == 1:
         if not isinstance(plan, str):
-            check_plan(model, match_plan(model, plan))  # a script is debugged on one process first
+            styles = plan.styles if isinstance(plan, Plan) else plan
+            check_plan(model, match_plan(model, styles))  # a script is debugged on one process first
         return model
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
@@ -91,11 +92,12 @@ def parallelize(
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
         full = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
     else:
-        full = Plan(styles=plan)
+        full = plan if isinstance(plan, Plan) else Plan(styles=plan)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     proven = plan in ("auto", model_type) and model_type in families()
-    styles = check_plan(model, match_plan(model, full.styles), proven=proven)
+    styles = match_plan(model, full.styles)
     splits, parts = match(model, full.splits), match(model, full.parameters)
+    styles = check_plan(model, styles, splits=splits, ranks=mesh.tensor_size, proven=proven)
     _check_every_gradient_is_known(model, styles, parts, sequence_parallel)
     _warn_about_dropout(model)
 

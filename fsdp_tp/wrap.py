@@ -17,6 +17,7 @@ from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.methods import support_generate
 from fsdp_tp.modules import find_blocks, require_no_optimizer
 from fsdp_tp.parallelize import parallelize
+from fsdp_tp.plans import Plan
 from fsdp_tp.verify import Verify
 
 _ACTIVATION_CHECKPOINTING = ("none", "full")
@@ -26,7 +27,7 @@ def wrap(
     model: nn.Module,
     mesh: ParallelMesh,
     *,
-    plan: str | Mapping[str, str] = "auto",
+    plan: str | Mapping[str, str] | Plan = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     activation_checkpointing: str = "none",

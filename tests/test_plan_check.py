@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fsdp_tp
+from fsdp_tp.layers.heads import HeadLayout
 from fsdp_tp.plans import check_plan, match_plan
 from tests import models
 from tests.ranks import run
@@ -50,6 +51,20 @@ def test_a_packed_projection_is_not_split_as_a_plain_one(packed, row, returns, r
         _check(model, plan)
     by_head = _check(model, {**plan, f"model.layers.*.{packed}": "column_by_head"})
     assert by_head == match_plan(model, plan), "then it is a plain column layer"
+
+
+def test_heads_are_not_cut():
+    model = models.hugging_face("llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
+    styles = {f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"}
+    styles = match_plan(model, styles | {"model.layers.*.self_attn.o_proj": "row"})
+    check_plan(model, styles, ranks=3)
+    with pytest.raises(ValueError, match="q_proj is column and returns 9 heads of head_dim=8: over a tensor axis of 2"):
+        check_plan(model, styles, ranks=2)
+    layout = HeadLayout(9, 3, 2)
+    splits = {
+        path: layout.queries if "q_" in path else layout.kv for path, style in styles.items() if style == "column"
+    }
+    check_plan(model, styles, splits=splits, ranks=2)
 
 
 def test_a_column_layer_needs_a_row_layer_after_it():

@@ -51,6 +51,7 @@ class Split:
         self._shared = (users > 1).nonzero().flatten()
         self._own = [part[(part == ZERO) | (users[part] == 1)] for part in self.rows]
         self._own_length = max(own.numel() for own in self._own)
+        self._is_disjoint = not self._shared.numel()
         self.stored = self._stored()
         """For every stored row its place in the whole weight, or ZERO."""
         self.is_stored_as_is = torch.equal(self.stored, torch.arange(size))
@@ -118,9 +119,9 @@ class Split:
     def local(self, stored: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         """What this rank computes with, from its part of the stored weight (types as in
         :mod:`fsdp_tp.regions`: varying). The gradient of rows that ranks have in common is summed."""
-        rank, dim = group.rank(), dim % stored.ndim
+        rank = group.rank()
         own = self._own[rank].numel()
-        if not self._shared.numel():
+        if self._is_disjoint:
             return stored if stored.shape[dim] == own else stored.narrow(dim, 0, own)
         chunk = (
             stored

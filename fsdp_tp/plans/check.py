@@ -6,16 +6,25 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from fsdp_tp.layers.split import Split
 from fsdp_tp.modules import find_blocks
 
 
-def check_plan(model: nn.Module, styles: Mapping[str, str], *, proven: bool = False) -> dict[str, str]:
+def check_plan(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    *,
+    splits: Mapping[str, Split] | None = None,
+    ranks: int = 1,
+    proven: bool = False,
+) -> dict[str, str]:
     """``styles`` (see :func:`fsdp_tp.plans.match_plan`) in the words that ``parallelize`` acts on.
 
     Only the plain styles ``column`` and ``per_head`` are checked: others say that what these would
     get wrong is meant.
 
     Args:
+        splits: of layers whose features are not split evenly over the ``ranks``: these are meant.
         proven: the plan was compared with one process: packed rows are known to be in the right order.
 
     Raises:
@@ -35,6 +44,7 @@ def check_plan(model: nn.Module, styles: Mapping[str, str], *, proven: bool = Fa
                 "'column_by_head'; else unpack it into several linears"
             )
     _check_norms(model, styles, columns)
+    _check_heads(model, {path: column for path, column in columns.items() if path not in (splits or {})}, ranks)
     return {path: "column" if style == "column_by_head" else style for path, style in styles.items()}
 
 
@@ -91,6 +101,22 @@ def _check_norms(model: nn.Module, styles: Mapping[str, str], columns: Mapping[s
                     "all heads at once, of which a rank has its part only. A norm over all heads needs their sum over "
                     "the ranks; leave the module whole ('replicate', and its linears out of the plan)"
                 )
+
+
+def _check_heads(model: nn.Module, columns: Mapping[str, nn.Linear], ranks: int) -> None:
+    """Of modules that say how wide a head is."""
+    for path, column in columns.items():
+        head_dim = getattr(model.get_submodule(_parent(path)), "head_dim", None)
+        if not isinstance(head_dim, int) or head_dim < 1 or column.out_features % head_dim:
+            continue
+        heads = column.out_features // head_dim
+        if heads % ranks:
+            raise ValueError(
+                f"{path} is column and returns {heads} heads of head_dim={head_dim}: over a tensor axis of {ranks} "
+                "ranks that would cut inside a head or leave queries without their keys. Build the attention from "
+                "fsdp_tp.ParallelAttention, or pass plan=fsdp_tp.plans.Plan(styles=..., splits=...) with splits from "
+                "fsdp_tp.layers.heads.HeadLayout"
+            )
 
 
 def _linears(model: nn.Module, styles: Mapping[str, str], wanted: tuple[str, ...]) -> dict[str, nn.Linear]:
