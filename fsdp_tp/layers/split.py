@@ -123,11 +123,7 @@ class Split:
         own = self._own[rank].numel()
         if self._is_disjoint:
             return stored if stored.shape[dim] == own else stored.narrow(dim, 0, own)
-        chunk = (
-            stored
-            if not self._own_length
-            else stored.narrow(dim, self._own_length, stored.shape[dim] - self._own_length)
-        )
+        chunk = stored.narrow(dim, self._own_length, stored.shape[dim] - self._own_length)
         shared = regions.gather_weight(chunk, dim, group, None if self._own_length else self._shared.numel())
         joined = torch.cat([stored.narrow(dim, 0, own), shared], dim)
         return joined.index_select(dim, self._places(rank).to(stored.device))
