@@ -35,7 +35,7 @@ def insert_regions(
     for pattern, (names, heads) in plan.own_heads.items():
         for path in match(model, {pattern: ""}):
             for name in names:
-                transform_argument(model.get_submodule(path), name, _OwnHeads(*heads))
+                transform_argument(model.get_submodule(path), name, OwnHeads(*heads))
     for path, attributes in match(model, plan.attributes).items():
         for name, value in attributes.items():
             _set_attribute(model.get_submodule(path), name, value)
@@ -84,7 +84,7 @@ def _insert_by_style(
             transform_output(model.get_submodule(path), gather)
 
 
-class _OwnHeads:
+class OwnHeads:
     """Of something for each of all heads that of this rank's: ``(batch, heads, ...)`` or ``(batch * heads, ...)``.
 
     What has one head in all is for every head.

@@ -52,6 +52,8 @@ class Split:
         self._own = [part[(part == ZERO) | (users[part] == 1)] for part in self.rows]
         self._own_length = max(own.numel() for own in self._own)
         self._is_disjoint = not self._shared.numel()
+        self.places = [self._places(rank) for rank in range(len(self.rows))] if not self._is_disjoint else []
+        """Where a rank's rows are in its own ones followed by all shared ones, if there are shared ones."""
         self.stored = self._stored()
         """For every stored row its place in the whole weight, or ZERO."""
         self.is_stored_as_is = torch.equal(self.stored, torch.arange(size))
@@ -126,7 +128,7 @@ class Split:
         chunk = stored.narrow(dim, self._own_length, stored.shape[dim] - self._own_length)
         shared = regions.gather_weight(chunk, dim, group, None if self._own_length else self._shared.numel())
         joined = torch.cat([stored.narrow(dim, 0, own), shared], dim)
-        return joined.index_select(dim, self._places(rank).to(stored.device))
+        return joined.index_select(dim, self.places[rank].to(stored.device))
 
     def runs(self, rank: int, *, once: bool) -> list[tuple[int, int, int]]:
         """Rows of ``rank`` that are neighbours in the whole: place among its own, place in the whole, length.
@@ -144,7 +146,6 @@ class Split:
         return (1.0 / self._users[part].double()).masked_fill(part == ZERO, 0)
 
     def _places(self, rank: int) -> Tensor:
-        """Where this rank's rows are in its own ones followed by all shared ones."""
         part, own = self.rows[rank], self._own[rank]
         places = torch.empty_like(part)
         is_shared = torch.isin(part, self._shared)

@@ -133,6 +133,8 @@ class Types(TorchFunctionMode):
             raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        from spmd_types import SpmdTypeError, register_local_autograd_function
+
         function = _autograd_function(func)
         if function in REGIONS:
             name, takes, gives = REGIONS[function]
@@ -152,7 +154,14 @@ class Types(TorchFunctionMode):
             return self._known(func, args, kwargs, "linear", args[:1], (VARYING,), PARTIAL)
         if function is not None:
             func = function.apply  # enters spmd_types' mode, which func itself would pass by
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except SpmdTypeError as error:
+            if function is None or "not registered" not in str(error):
+                raise
+            # A function of the user's own is taken for one that works on what a rank has, without collectives.
+            register_local_autograd_function(function)
+            result = func(*args, **kwargs)
         if function is not None and args and isinstance(args[0], DTensor) and _is_split_by_input(args[0]):
             self._split_inputs[id(result)] = result
         return result

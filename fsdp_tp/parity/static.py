@@ -28,7 +28,9 @@ from torch.utils._pytree import tree_map_only
 
 import fsdp_tp
 from fsdp_tp import regions
+from fsdp_tp.borders import OwnHeads
 from fsdp_tp.layers import linear_loss, loss
+from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.parity.spmd import INVARIANT, PARTIAL, REGIONS, REPLICATE, VARYING, Types, require_spmd_types, typed
 
@@ -94,6 +96,7 @@ def check(
             with typed(mesh.tensor.get_group(), report) as types:
                 # An integer or a buffer has no gradient: invariant then stands for replicate too.
                 types.set([batch, list(model.buffers())], INVARIANT)
+                types.set(_own_constants(model), VARYING)
                 try:
                     value = step(model, batch, mesh)
                 except RuntimeError:
@@ -103,6 +106,20 @@ def check(
                     if types.get(value) != INVARIANT:
                         report("loss", f"must be {INVARIANT} to be differentiated, but is {types.get(value)}")
         return list(found.values())
+
+
+def _own_constants(model: nn.Module) -> list[Tensor]:
+    """Indices and factors that our layers hold for their rank."""
+    constants: list[Tensor] = []
+    for module in model.modules():
+        for value in vars(module).values():
+            constants += value.places if isinstance(value, Split) else [value] if isinstance(value, Tensor) else []
+        regions_in_front = [region for *_, region in vars(module).get("_argument_regions", ())]
+        constants += [region.own for region in regions_in_front if isinstance(region, OwnHeads)]
+        constants += [
+            index for entry in vars(module).get("_bound_parameters", ()) if entry.split for index in entry.split.places
+        ]
+    return constants
 
 
 def check_regions(*, world_size: int = 2, tensor_parallel_degree: int = 2) -> list[Finding]:

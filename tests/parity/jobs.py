@@ -8,7 +8,7 @@ import os
 import torch
 from torch import nn
 
-from tests import models
+from tests import families, models
 
 llama = functools.partial(models.hugging_face, "llama")
 
@@ -70,3 +70,8 @@ def no_data(step):
 
 def fails_in_brackets(*args):
     raise RuntimeError("[/pytorch/unbound_buffer.cc:129] Timed out")
+
+
+def opt():
+    """It cannot do sequence parallelism."""
+    return families.build("opt")

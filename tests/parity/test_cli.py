@@ -165,11 +165,12 @@ def test_a_worker_that_dies(parity):
 
 
 def test_a_layout_that_the_model_does_not_fit(parity):
-    status, found, printed = parity(*SMALL, "--layouts", "shard=2", "tensor=8")
+    model = ("--model", "tests.parity.jobs:opt")
+    status, found, printed = parity(*SMALL, *model, "--layouts", "shard=2", "tensor=2,sequence_parallel")
     assert (status, found["verdict"]) == (2, None)
     assert found["layouts"][0]["verdict"] in ("equal", "within_noise")
     assert found["layouts"][1]["verdict"] is None
-    assert "tensor_parallel_degree=8 does not divide num_attention_heads=4" in found["layouts"][1]["error"]
+    assert "sequence_parallel=True is not possible for OPTForCausalLM" in found["layouts"][1]["error"]
     assert "Traceback" not in printed
 
 
