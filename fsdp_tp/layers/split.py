@@ -47,6 +47,11 @@ class Split:
         for part in self.rows:
             users[part[part != ZERO]] += 1
         assert bool((users > 0).all()), "a row that no rank computes with"
+        whole = torch.arange(size)
+        self.is_chunked = all(
+            torch.equal(part, _chunk_of(whole, rank, len(self.rows))) for rank, part in enumerate(self.rows)
+        )
+        """Every rank's part is the chunk that ``torch.chunk`` gives it."""
         self._users = users
         self._shared = (users > 1).nonzero().flatten()
         self._own = [part[(part == ZERO) | (users[part] == 1)] for part in self.rows]
@@ -62,7 +67,7 @@ class Split:
         ranks = len(self.rows)
         if not self._own_length:
             return self._shared
-        if all(torch.equal(part, _chunk_of(torch.arange(self.size), r, ranks)) for r, part in enumerate(self.rows)):
+        if self.is_chunked:
             return torch.arange(self.size)  # uneven chunks need no padding
         length = -(-self._shared.numel() // ranks)
         parts = [

@@ -178,7 +178,8 @@ class Observer:
         path = event_path.partition("#")[0]
         if isinstance(self._model.get_submodule(path), ColumnParallelLinear | RowParallelLinear):
             return False
-        return any(path.startswith(f"{split.rpartition('.')[0]}.") for split in self._splits)
+        rows = [row for row, (module, _) in self._splits.items() if isinstance(module, RowParallelLinear)]
+        return any(path.startswith(f"{row.rpartition('.')[0]}.") for row in rows)
 
     def _add(
         self,
@@ -200,8 +201,7 @@ def _unusual_splits(model: nn.Module) -> dict[str, tuple[nn.Module, Split]]:
     return {
         path: (module, module.split)
         for path, module in model.named_modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        and module.split != Split.even(module.split.size, len(module.split.rows))
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.split.is_chunked
     }
 
 
