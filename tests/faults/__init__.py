@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_tp.layers.canonical import arranged_parameters, restore
+from tests.models import gather
+
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result, or the sentence of the exception, so that a rank returns instead of ending its world."""
@@ -24,6 +27,24 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def norm_of(gradients: list[Tensor]) -> float:
     """By brute force in fp64."""
     return torch.cat([gradient.detach().flatten().double() for gradient in gradients]).norm().item()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole and in the order of one process, however the parameters are split and stored."""
+    arranged = arranged_parameters(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = gather(restore(parameter.grad, *arranged[name]) if name in arranged else parameter.grad)
+    return found
+
+
+def assert_gradients_equal(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """``tolerance`` is relative to the whole gradient of a parameter."""
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference = (ours[name] - gradient).norm().item()
+        assert difference <= tolerance * gradient.norm().item(), (name, difference)
 
 
 class Block(nn.Sequential):

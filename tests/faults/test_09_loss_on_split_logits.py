@@ -12,15 +12,16 @@ from tests import models
 from tests.ranks import run
 
 
-def _losses():
+def _losses(vocabulary):
     """One process, gathered logits, split logits; each data rank ignores another number of tokens."""
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
     ids = models.batch()
     labels = ids[:, 1:].clone()
     labels[0, :7] = labels[6, 3:] = -100
+    labels[1, 0], labels[2, 0] = vocabulary - 1, (vocabulary + 1) // 2  # the last class, and the second rank's first
     losses = []
     for loss_parallel in (None, False, True):
-        model = fsdp_tp.initialize(models.hugging_face("llama"))
+        model = fsdp_tp.initialize(models.hugging_face("llama", vocab_size=vocabulary))
         if loss_parallel is None:
             losses.append(F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), labels.flatten()).item())
             continue
@@ -35,8 +36,9 @@ def _losses():
     return losses
 
 
-def test_one_loss_however_the_logits_are_spread():
+@pytest.mark.parametrize("vocabulary", [models.VOCABULARY, models.VOCABULARY + 3])
+def test_one_loss_however_the_logits_are_spread(vocabulary):
     assert torch.log(torch.tensor(2.0)) > 0.5, "what the fault would add"
-    for expected, gathered, split in run(4, _losses):
+    for expected, gathered, split in run(4, _losses, vocabulary):
         assert gathered == pytest.approx(expected, rel=1e-6)
         assert split == pytest.approx(expected, rel=1e-6)
