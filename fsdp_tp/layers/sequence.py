@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_tp import regions
 from fsdp_tp.comm.functional import chunk_of
 
 SEQUENCE_DIM = -2
@@ -58,3 +59,12 @@ class SequenceLength:
             yield
         finally:
             self._noted = latest
+
+
+def enter_tensor_axis(
+    x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool, length: SequenceLength | None
+) -> Tensor:
+    """x as the input of column-parallel products; with ``sequence_parallel`` from this rank's slice, of ``length``."""
+    if sequence_parallel:
+        return regions.gather_sequence(x, SEQUENCE_DIM, group, None if length is None else length.of(x, group))
+    return regions.copy_to_tensor_axis(x, group)

@@ -1,0 +1,117 @@
+"""A model that is built from our layers, under FSDP, against one process. If these fail while tests/layers passes,
+look in fsdp_tp/fsdp.py and grad_norm.py (parameters of two meshes in one model).
+
+Bounds: fp64, five AdamW steps. A step divides by the root of the second moment, which makes rounding of small
+gradients larger: 1e-9 for weights of order 1 that moved by 0.05.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsdp_tp
+from tests.layers.test_attention import HEAD_DIM, Plain
+from tests.models import VOCABULARY, batch, gather
+from tests.ranks import run
+
+HEADS, KV, WIDTH, HIDDEN = 9, 3, 29, 36
+MATH = dict(qk_norm=True, rotary_base=100.0, bias=True)
+
+
+class Block(nn.Module):
+    def __init__(self, attention, mlp):
+        super().__init__()
+        self.norm1, self.norm2 = (nn.RMSNorm(HIDDEN, 1e-6, dtype=torch.float64) for _ in range(2))
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, embed, blocks, head):
+        super().__init__()
+        self.embed, self.blocks, self.head = embed, nn.ModuleList(blocks), head
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class PlainMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, WIDTH, False, dtype=torch.float64) for _ in range(2))
+        self.down_proj = nn.Linear(WIDTH, HIDDEN, False, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def plain():
+    torch.manual_seed(0)
+    return Decoder(
+        nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64),
+        [Block(Plain(HEADS, KV, **MATH), PlainMLP()) for _ in range(2)],
+        nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64),
+    )
+
+
+def parallel(mesh):
+    options = dict(mesh=mesh, dtype=torch.float64)
+    torch.manual_seed(0)
+    return Decoder(
+        fsdp_tp.VocabParallelEmbedding(VOCABULARY, HIDDEN, **options),
+        [
+            Block(
+                fsdp_tp.ParallelAttention(HIDDEN, HEADS, num_kv_heads=KV, head_dim=HEAD_DIM, **MATH, **options),
+                fsdp_tp.ParallelMLP(HIDDEN, WIDTH, **options),
+            )
+            for _ in range(2)
+        ],
+        fsdp_tp.ColumnParallelLinear(HIDDEN, VOCABULARY, gather_output=True, **options),
+    )
+
+
+def _train(model, mesh, foreach):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=foreach)
+    found = []
+    for step in range(5):
+        ids = batch(step)
+        if mesh is not None:
+            ids = ids.chunk(mesh.data_size)[mesh.data_rank]
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        clip = torch.nn.utils.clip_grad_norm_ if mesh is None else fsdp_tp.clip_grad_norm_
+        norm = clip(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if mesh is not None:
+            loss = fsdp_tp.comm.functional.all_reduce(loss.detach(), mesh.data.get_group()) / mesh.data_size
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def _compare(tensor, shard):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=tensor, hybrid_shard_degree=shard)
+    model = parallel(mesh)
+    for block in model.blocks:
+        fsdp_tp.fully_shard(block, mesh=mesh)
+    fsdp_tp.fully_shard(model, mesh=mesh)
+    reference = plain()
+    for name, value in model.state_dict().items():
+        assert torch.equal(gather(value), reference.state_dict()[name]), name
+    expected, actual = _train(reference, None, None), _train(model, mesh, None)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=0, atol=1e-5)
+    assert expected[-1][0] < expected[0][0]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(gather(value), reference.state_dict()[name], rtol=0, atol=1e-9, msg=name)
+
+
+def test_five_steps_on_tensor_2_shard_2_equal_one_process():
+    run(4, _compare, 2, 2)
