@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp.borders import insert_regions
 from fsdp_tp.inputs import check_first_inputs
+from fsdp_tp.layers.attention import ParallelAttention
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
@@ -50,7 +51,8 @@ def parallelize(
     axis. With a tensor axis of one rank the model is left alone.
 
     Args:
-        model: a Hugging Face decoder, or any module with a dict plan. Not yet wrapped by FSDP.
+        model: a Hugging Face decoder, or any module with a dict plan. Not yet wrapped by FSDP. Layers of
+            :mod:`fsdp_tp.layers` that it was built from are left as they are: the plan speaks of the others.
         mesh: from :func:`fsdp_tp.init_mesh`.
         plan: ``"auto"`` (the model's Hugging Face family), the name of a family to take the model
             for, a dict of module-path patterns to styles, which are listed in
@@ -85,8 +87,11 @@ def parallelize(
             styles = plan.styles if isinstance(plan, Plan) else plan
             check_plan(model, match_plan(model, styles))  # a script is debugged on one process first
         return model
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    built = _built_parallel(model)
+    if any(isinstance(parameter, DTensor) and parameter not in built for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
+    if built and verify is not False:
+        raise ValueError("verify compares with the model on one process, but this one was built from parallel layers")
     if isinstance(plan, str):
         if plan != "auto" and plan not in families():
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
@@ -137,6 +142,13 @@ def parallelize(
         elif isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
             model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
+
+
+def _built_parallel(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of layers that are on the tensor axis already, since the model was built from them."""
+    layers = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelAttention)
+    ours = [module for module in model.modules() if isinstance(module, layers)]
+    return {parameter for module in ours for parameter in module.parameters() if isinstance(parameter, DTensor)}
 
 
 def _split_layer(
@@ -271,7 +283,9 @@ def _check_every_gradient_is_known(
     for path, module in model.named_modules():
         if styles.get(path) in (*_SPLIT_STYLES, "over_heads"):
             continue
-        for name, _ in module.named_parameters(recurse=False):
+        for name, own in module.named_parameters(recurse=False):
+            if isinstance(own, DTensor):
+                continue  # of a parallel layer
             parameter = _join(path, name)
             if parameter in parts:
                 continue
