@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp.borders import insert_regions
+from fsdp_tp.dropouts import place_dropouts
 from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.attention import ParallelAttention
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
@@ -104,7 +105,6 @@ def parallelize(
     splits, parts = match(model, full.splits), match(model, full.parameters)
     styles = check_plan(model, styles, splits=splits, ranks=mesh.tensor_size, proven=proven)
     _check_every_gradient_is_known(model, styles, parts, sequence_parallel)
-    _warn_about_dropout(model)
 
     _check_ties(model, styles, parts)
     verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
@@ -130,6 +130,7 @@ def parallelize(
             split_rms_norm(model.get_submodule(path), splits[path], mesh.tensor)
     _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
     insert_regions(model, full, styles, mesh.tensor.get_group(), sequence_parallel=sequence_parallel)
+    place_dropouts(model, mesh, styles, sequence_parallel=sequence_parallel)
     if verification is not None:
         verification(model)
     accept_whole_tensors(model)
@@ -312,18 +313,6 @@ def _lineage(path: str) -> list[str]:
     """``a.b.c`` -> ``[a.b.c, a.b, a, ""]``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def _warn_about_dropout(model: nn.Module) -> None:
-    active = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if getattr(getattr(model, "config", None), "attention_dropout", 0.0):
-        active.append("config.attention_dropout")
-    if active:
-        warnings.warn(
-            f"dropout ({', '.join(active[:3])}): each rank draws its own masks, so on split activations they differ "
-            "from those of one process; on whole activations they must agree, so seed the ranks of a tensor axis alike",
-            stacklevel=3,
-        )
 
 
 def _hugging_face_loss(mesh: ParallelMesh) -> Callable[..., torch.Tensor]:

@@ -30,6 +30,11 @@ class SequenceLength:
         """From now on slices are those of a sequence as long as this one."""
         self._noted = whole.new_empty((whole.shape[SEQUENCE_DIM], 0))
 
+    @property
+    def noted(self) -> int | None:
+        """The length of the latest sequence."""
+        return None if self._noted is None else self._noted.shape[0]
+
     def of(self, part: Tensor, group: dist.ProcessGroup) -> int | None:
         """The length of the sequence of which ``part`` is this rank's slice; None if no length was noted.
 
