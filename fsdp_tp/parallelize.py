@@ -51,6 +51,9 @@ def parallelize(
     frozen, and ``forward`` takes and returns plain tensors that are equal on all ranks of the
     axis. With a tensor axis of one rank the model is left alone.
 
+    Dropout then drops what it would drop on any layout where it is clear what part of the whole it sees
+    (:class:`fsdp_tp.layers.Dropout`); a warning names the rest.
+
     Args:
         model: a Hugging Face decoder, or any module with a dict plan. Not yet wrapped by FSDP. Layers of
             :mod:`fsdp_tp.layers` that it was built from are left as they are: the plan speaks of the others.

@@ -31,7 +31,8 @@ class Dropout(nn.Dropout):
 
     That takes ranks that are seeded alike (``torch.manual_seed``), and data ranks with as many rows each. Of the global
     batch, rank ``mesh.data_rank`` holds that slice along the first dim; an accumulation step is a batch of its own.
-    Costs about ten passes of integer arithmetic over the elements; what is kept for backward is one byte each.
+    Uncompiled it takes about 15 passes of integer arithmetic over the elements, on a CPU some five times as long as
+    ``nn.Dropout``; ``torch.compile`` fuses them. What is kept for backward is one byte an element.
 
     Args:
         p: the probability of an element to become zero; others are multiplied by 1 / (1 - p).
@@ -118,7 +119,10 @@ def keep_mask(seed: Tensor, p: float, slab: int, coordinates: list[Tensor], shap
     for dim, places in enumerate(coordinates):
         stride = math.prod(shape[dim + 1 :])
         counter = counter + (places * stride).view([-1 if each == dim else 1 for each in range(len(shape))])
-    return (_mixed(counter) >> (64 - _BITS) & (1 << _BITS) - 1) >= round(p * 2**_BITS)
+    number = _mixed(counter)
+    number >>= 64 - _BITS
+    number &= (1 << _BITS) - 1
+    return number >= round(p * 2**_BITS)
 
 
 def _mixed(counter: Tensor) -> Tensor:
@@ -127,9 +131,10 @@ def _mixed(counter: Tensor) -> Tensor:
     Its constants as signed numbers; int64 arithmetic wraps around, and a right shift fills with the sign unless masked.
     """
     z = counter * -7046029254386353131
-    z ^= z >> 30 & (1 << 34) - 1
-    z *= -4658895280553007687
-    z ^= z >> 27 & (1 << 37) - 1
-    z *= -7723592293110705685
-    z ^= z >> 31 & (1 << 33) - 1
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        shifted = z >> shift
+        shifted &= (1 << (64 - shift)) - 1
+        z ^= shifted
+        if factor != 1:
+            z *= factor
     return z
