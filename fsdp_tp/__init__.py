@@ -6,6 +6,8 @@ from fsdp_tp.grad_norm import clip_grad_norm_
 from fsdp_tp.initialize import initialize
 from fsdp_tp.layers import (
     ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
@@ -19,7 +21,9 @@ from fsdp_tp.wrap import wrap
 
 __all__ = [
     "ColumnParallelLinear",
+    "ParallelAttention",
     "ParallelConfig",
+    "ParallelMLP",
     "ParallelMesh",
     "RowParallelLinear",
     "VocabParallelEmbedding",

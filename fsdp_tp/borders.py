@@ -11,11 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_tp import regions
+from fsdp_tp.layers.attention import ParallelAttention
+from fsdp_tp.layers.dropout import Dropout
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.front import transform_argument, transform_first_argument, transform_output
 from fsdp_tp.layers.linear import ColumnParallelLinear
+from fsdp_tp.layers.mlp import ParallelMLP
 from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
 from fsdp_tp.plans import Plan, match
+
+_GATHERING = (ColumnParallelLinear, Dropout, ParallelAttention, ParallelMLP, VocabParallelEmbedding)
+"""They ask for, or note, the length of the sequence."""
 
 
 def insert_regions(
@@ -49,7 +55,7 @@ def _insert_by_style(
     if sequence_parallel:
         model._sequence_length = length  # type: ignore[assignment]  # for wrap's activation checkpointing
         for module in model.modules():
-            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            if isinstance(module, _GATHERING):
                 module.sequence_length = length
 
     def enter(x: Tensor) -> Tensor:

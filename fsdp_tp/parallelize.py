@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp.borders import insert_regions
+from fsdp_tp.dropouts import place_dropouts
 from fsdp_tp.inputs import check_first_inputs
+from fsdp_tp.layers.attention import ParallelAttention
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
@@ -49,8 +51,12 @@ def parallelize(
     frozen, and ``forward`` takes and returns plain tensors that are equal on all ranks of the
     axis. With a tensor axis of one rank the model is left alone.
 
+    Dropout then drops what it would drop on any layout where it is clear what part of the whole it sees
+    (:class:`fsdp_tp.layers.Dropout`); a warning names the rest.
+
     Args:
-        model: a Hugging Face decoder, or any module with a dict plan. Not yet wrapped by FSDP.
+        model: a Hugging Face decoder, or any module with a dict plan. Not yet wrapped by FSDP. Layers of
+            :mod:`fsdp_tp.layers` that it was built from are left as they are: the plan speaks of the others.
         mesh: from :func:`fsdp_tp.init_mesh`.
         plan: ``"auto"`` (the model's Hugging Face family), the name of a family to take the model
             for, a dict of module-path patterns to styles, which are listed in
@@ -85,8 +91,11 @@ def parallelize(
             styles = plan.styles if isinstance(plan, Plan) else plan
             check_plan(model, match_plan(model, styles))  # a script is debugged on one process first
         return model
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    built = _built_parallel(model)
+    if any(isinstance(parameter, DTensor) and parameter not in built for parameter in model.parameters()):
         raise ValueError("the model has DTensor parameters already: parallelize must be the first to split it")
+    if built and verify is not False:
+        raise ValueError("verify compares with the model on one process, but this one was built from parallel layers")
     if isinstance(plan, str):
         if plan != "auto" and plan not in families():
             raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
@@ -99,7 +108,6 @@ def parallelize(
     splits, parts = match(model, full.splits), match(model, full.parameters)
     styles = check_plan(model, styles, splits=splits, ranks=mesh.tensor_size, proven=proven)
     _check_every_gradient_is_known(model, styles, parts, sequence_parallel)
-    _warn_about_dropout(model)
 
     _check_ties(model, styles, parts)
     verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
@@ -125,6 +133,7 @@ def parallelize(
             split_rms_norm(model.get_submodule(path), splits[path], mesh.tensor)
     _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
     insert_regions(model, full, styles, mesh.tensor.get_group(), sequence_parallel=sequence_parallel)
+    place_dropouts(model, mesh, styles, sequence_parallel=sequence_parallel)
     if verification is not None:
         verification(model)
     accept_whole_tensors(model)
@@ -137,6 +146,13 @@ def parallelize(
         elif isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
             model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
+
+
+def _built_parallel(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of layers that are on the tensor axis already, since the model was built from them."""
+    layers = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelAttention)
+    ours = [module for module in model.modules() if isinstance(module, layers)]
+    return {parameter for module in ours for parameter in module.parameters() if isinstance(parameter, DTensor)}
 
 
 def _split_layer(
@@ -271,7 +287,9 @@ def _check_every_gradient_is_known(
     for path, module in model.named_modules():
         if styles.get(path) in (*_SPLIT_STYLES, "over_heads"):
             continue
-        for name, _ in module.named_parameters(recurse=False):
+        for name, own in module.named_parameters(recurse=False):
+            if isinstance(own, DTensor):
+                continue  # of a parallel layer
             parameter = _join(path, name)
             if parameter in parts:
                 continue
@@ -298,18 +316,6 @@ def _lineage(path: str) -> list[str]:
     """``a.b.c`` -> ``[a.b.c, a.b, a, ""]``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def _warn_about_dropout(model: nn.Module) -> None:
-    active = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if getattr(getattr(model, "config", None), "attention_dropout", 0.0):
-        active.append("config.attention_dropout")
-    if active:
-        warnings.warn(
-            f"dropout ({', '.join(active[:3])}): each rank draws its own masks, so on split activations they differ "
-            "from those of one process; on whole activations they must agree, so seed the ranks of a tensor axis alike",
-            stacklevel=3,
-        )
 
 
 def _hugging_face_loss(mesh: ParallelMesh) -> Callable[..., torch.Tensor]:

@@ -10,7 +10,10 @@ import fsdp_tp.train
 SURFACE = {
     "ColumnParallelLinear": "in_features out_features bias mesh gather_output sequence_parallel shared_input "
     "device dtype split",
+    "ParallelAttention": "hidden_size num_heads num_kv_heads head_dim bias qk_norm dropout causal rotary_base mesh "
+    "sequence_parallel device dtype",
     "ParallelConfig": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree",
+    "ParallelMLP": "hidden_size intermediate_size gated activation bias dropout mesh sequence_parallel device dtype",
     "ParallelMesh": "device_mesh",
     "RowParallelLinear": "in_features out_features bias mesh input_is_parallel sequence_parallel device dtype split",
     "VocabParallelEmbedding": "num_embeddings embedding_dim mesh padding_idx sequence_parallel device dtype",

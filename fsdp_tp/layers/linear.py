@@ -22,7 +22,7 @@ from fsdp_tp import regions
 from fsdp_tp.layers.bound import local_with_summed_gradient
 from fsdp_tp.layers.canonical import place_split
 from fsdp_tp.layers.parameter import place_parameter, shell_of, tensor_axis, to_local
-from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
+from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength, enter_tensor_axis
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 
@@ -131,11 +131,9 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.shared_input:
-            if self.sequence_parallel:
-                length = None if self.sequence_length is None else self.sequence_length.of(input, self.tensor_group)
-                input = regions.gather_sequence(input, SEQUENCE_DIM, self.tensor_group, length)
-            else:
-                input = regions.copy_to_tensor_axis(input, self.tensor_group)
+            input = enter_tensor_axis(
+                input, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
+            )
         weight = self.split.local(to_local(self.weight), self.out_dim, self.tensor_group)
         bias = None if self.bias is None else self.split.local(to_local(self.bias), 0, self.tensor_group)
         output = self._product(input, weight, bias)

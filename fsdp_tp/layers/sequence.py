@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_tp import regions
 from fsdp_tp.comm.functional import chunk_of
 
 SEQUENCE_DIM = -2
@@ -28,6 +29,11 @@ class SequenceLength:
     def note(self, whole: Tensor) -> None:
         """From now on slices are those of a sequence as long as this one."""
         self._noted = whole.new_empty((whole.shape[SEQUENCE_DIM], 0))
+
+    @property
+    def noted(self) -> int | None:
+        """The length of the latest sequence."""
+        return None if self._noted is None else self._noted.shape[0]
 
     def of(self, part: Tensor, group: dist.ProcessGroup) -> int | None:
         """The length of the sequence of which ``part`` is this rank's slice; None if no length was noted.
@@ -58,3 +64,12 @@ class SequenceLength:
             yield
         finally:
             self._noted = latest
+
+
+def enter_tensor_axis(
+    x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool, length: SequenceLength | None
+) -> Tensor:
+    """x as the input of column-parallel products; with ``sequence_parallel`` from this rank's slice, of ``length``."""
+    if sequence_parallel:
+        return regions.gather_sequence(x, SEQUENCE_DIM, group, None if length is None else length.of(x, group))
+    return regions.copy_to_tensor_axis(x, group)

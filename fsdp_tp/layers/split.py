@@ -80,9 +80,10 @@ class Split:
     @cache
     def even(size: int, ranks: int) -> Split:
         """As ``torch.chunk`` splits; where that would leave the last ranks nothing, in parts that differ by one."""
-        whole = torch.arange(size)
-        chunks = [_chunk_of(whole, rank, ranks) for rank in range(ranks)]
-        return Split(size, chunks if chunks[-1].numel() else whole.tensor_split(ranks))
+        with torch.device("cpu"):  # also of a layer that is built on meta
+            whole = torch.arange(size)
+            chunks = [_chunk_of(whole, rank, ranks) for rank in range(ranks)]
+            return Split(size, chunks if chunks[-1].numel() else whole.tensor_split(ranks))
 
     @staticmethod
     def packed(parts: Sequence[Split]) -> Split:
