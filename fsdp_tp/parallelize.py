@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_tp.borders import insert_regions
 from fsdp_tp.dropouts import place_dropouts
@@ -20,19 +18,28 @@ from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
+from fsdp_tp.layers.hugging_face import hugging_face_loss
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from fsdp_tp.layers.loss import vocab_parallel_cross_entropy
 from fsdp_tp.layers.norm import split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.methods import support_generate
 from fsdp_tp.modules import find_blocks, require_no_optimizer
-from fsdp_tp.plans import WHOLE_STYLES, Plan, auto_plan, check_plan, families, match, match_plan
+from fsdp_tp.plans import Plan, auto_plan, check_plan, families, match, match_plan
+from fsdp_tp.plans.parts import expert_parts
+from fsdp_tp.plans.weights import (
+    SPLIT_STYLES,
+    check_every_gradient_is_known,
+    check_ties,
+    is_inside_shared_input,
+    is_within,
+    join_path,
+    whole_style,
+)
 from fsdp_tp.verify import Verification, Verify
 
 _SLICED_STYLES = ("sequence", "sequence_gather", "sequence_gather_whole")
-_SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
 
 
 def parallelize(
@@ -106,16 +113,18 @@ def parallelize(
     proven = plan in ("auto", model_type) and model_type in families()
     styles = match_plan(model, full.styles)
     splits, parts = match(model, full.splits), match(model, full.parameters)
+    for path in [path for path, style in styles.items() if style == "experts"]:
+        parts |= expert_parts(path, model.get_submodule(path), mesh.tensor_size)
     styles = check_plan(model, styles, splits=splits, ranks=mesh.tensor_size, proven=proven)
-    _check_every_gradient_is_known(model, styles, parts, sequence_parallel)
+    check_every_gradient_is_known(model, styles, parts, sequence_parallel)
 
-    _check_ties(model, styles, parts)
+    check_ties(model, styles, parts)
     verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
 
     # All layers are built before the first takes its place: an error leaves the model as it was.
     layers = {}
     for path, style in styles.items():
-        if style in _SPLIT_STYLES:
+        if style in SPLIT_STYLES:
             module = model.get_submodule(path)
             try:
                 layers[module] = _split_layer(
@@ -130,7 +139,8 @@ def parallelize(
 
     for path, style in styles.items():
         if style == "over_heads":
-            split_rms_norm(model.get_submodule(path), splits[path], mesh.tensor)
+            norm: Any = model.get_submodule(path)
+            split_rms_norm(norm, splits.get(path) or Split.even(norm.weight.numel(), mesh.tensor_size), mesh.tensor)
     _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
     insert_regions(model, full, styles, mesh.tensor.get_group(), sequence_parallel=sequence_parallel)
     place_dropouts(model, mesh, styles, sequence_parallel=sequence_parallel)
@@ -144,7 +154,7 @@ def parallelize(
         if "column_gather" not in styles.values():
             warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)
         elif isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
-            model.loss_function = _hugging_face_loss(mesh)  # type: ignore[assignment]
+            model.loss_function = hugging_face_loss(mesh)  # type: ignore[assignment]
     return model
 
 
@@ -183,30 +193,9 @@ def _split_layer(
         mesh=mesh,
         gather_output=style == "column_gather" and not loss_parallel,
         sequence_parallel=sequence_parallel and not reads_whole,
-        shared_input=follows_gather or _is_inside_shared_input(path, styles),
+        shared_input=follows_gather or is_inside_shared_input(path, styles),
         split=split,
     )
-
-
-def _placement(style: str | None, name: str) -> Placement:
-    """Where the parameter ``name`` of a module of ``style`` goes on the tensor axis."""
-    if style == "row":
-        return Shard(1) if name == "weight" else Replicate()
-    return Shard(0) if style in _SPLIT_STYLES else Replicate()
-
-
-def _check_ties(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, tuple[Split, int]]) -> None:
-    first: dict[nn.Parameter, tuple[str, Placement]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            part = parts.get(_join(path, name))
-            placement = _placement(styles.get(path), name) if part is None else Shard(part[1])
-            other, other_placement = first.setdefault(parameter, (f"{path}.{name}", placement))
-            if placement != other_placement:
-                raise ValueError(
-                    f"{path}.{name} is tied to {other}, but the plan places them differently: "
-                    f"{placement} and {other_placement}"
-                )
 
 
 def _tie(layers: Mapping[nn.Module, nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
@@ -232,13 +221,13 @@ def _bind_the_rest(
     group = mesh.tensor.get_group()
     own: dict[str, list[BoundParameter]] = {}
     for path, module in model.named_modules():
-        if styles.get(path) in _SPLIT_STYLES:
+        if styles.get(path) in SPLIT_STYLES:
             if isinstance(module, RowParallelLinear) and sequence_parallel and module.bias is not None:
                 own[path] = [BoundParameter(module, "bias", True)]
             continue
         own[path] = []
         for name, parameter in module._parameters.items():
-            if (part := parts.get(_join(path, name))) is not None:
+            if (part := parts.get(join_path(path, name))) is not None:
                 if parameter in tied:
                     module._parameters[name] = tied[parameter]
                 else:
@@ -247,95 +236,15 @@ def _bind_the_rest(
             elif parameter is not None and not isinstance(parameter, DTensor):
                 replicated = place_parameter(parameter, Replicate(), mesh.tensor)
                 module._parameters[name] = tied.setdefault(parameter, replicated)
-                style = _whole_style(_join(path, name), styles)
+                style = whole_style(join_path(path, name), styles)
                 partial = style == "per_head" or (sequence_parallel and style in _SLICED_STYLES)
                 own[path].append(BoundParameter(module, name, partial))
     blocks = find_blocks(model)
     for path, module in list(model.named_modules()):
-        entries = [] if styles.get(path) in _SPLIT_STYLES else own[path]
+        entries = [] if styles.get(path) in SPLIT_STYLES else own[path]
         if path in blocks:
-            inside = [entry for inner, some in own.items() if _is_within(inner, path) for entry in some]
+            inside = [entry for inner, some in own.items() if is_within(inner, path) for entry in some]
             if any(entry.partial for entry in inside):
                 entries = inside  # all at once, so that one all-reduce sums the gradients of the block
         if entries:
             bind_locals(module, entries, group)
-
-
-def _whole_style(path: str, styles: Mapping[str, str]) -> str | None:
-    """The style of a parameter that stays whole: its own, its module's or the nearest ancestor's."""
-    return next((styles[at] for at in _lineage(path) if styles.get(at) in WHOLE_STYLES), None)
-
-
-def _is_inside_shared_input(path: str, styles: Mapping[str, str]) -> bool:
-    return any(styles.get(ancestor) == "shared_input" for ancestor in _lineage(path)[1:])
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _is_within(path: str, ancestor: str) -> bool:
-    return path == ancestor or path.startswith(f"{ancestor}.")
-
-
-def _check_every_gradient_is_known(
-    model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, tuple[Split, int]], sequence_parallel: bool
-) -> None:
-    """A whole weight may see whole activations or a slice of them; a guess would be a wrong gradient."""
-    split_parents = {path.rpartition(".")[0] for path, style in styles.items() if style in ("column", "row")}
-    unclear = []
-    for path, module in model.named_modules():
-        if styles.get(path) in (*_SPLIT_STYLES, "over_heads"):
-            continue
-        for name, own in module.named_parameters(recurse=False):
-            if isinstance(own, DTensor):
-                continue  # of a parallel layer
-            parameter = _join(path, name)
-            if parameter in parts:
-                continue
-            style = _whole_style(parameter, styles)
-            if style not in ("per_head", "over_heads") and _is_inside_shared_input(parameter, styles):
-                raise ValueError(
-                    f"{parameter} stays whole inside a shared_input module, where only weights between the column and "
-                    "row layers can: give it the style 'per_head' if it is there, or drop the shared_input"
-                )
-            beside_split_layers = any(ancestor in split_parents for ancestor in _lineage(path))
-            if style is None and (sequence_parallel or beside_split_layers):
-                unclear.append(parameter)
-    if unclear:
-        patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path in unclear)
-        raise ValueError(
-            f"the plan leaves open: {', '.join(patterns)}. Say 'column' or 'row' for a linear that is to be split. For "
-            "weights that stay whole say, of the parameter or its module, what they are applied to: 'replicate' "
-            "(activations that every rank has whole), 'sequence' (between blocks, split by sequence parallelism) or "
-            "'per_head' (between a column and a row layer)"
-        )
-
-
-def _lineage(path: str) -> list[str]:
-    """``a.b.c`` -> ``[a.b.c, a.b, a, ""]``."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def _hugging_face_loss(mesh: ParallelMesh) -> Callable[..., torch.Tensor]:
-    def loss_function(
-        logits: torch.Tensor,
-        labels: torch.Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """The causal language-model loss on this rank's slice of the vocabulary."""
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = vocab_parallel_cross_entropy(
-            logits, shift_labels, mesh=mesh, ignore_index=ignore_index, reduction=reduction
-        )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-    return loss_function

@@ -108,17 +108,12 @@ def _fused_and_kv_heads(config: Any, known: Family) -> tuple[str, int]:
 def _mlp(base: Any, blocks: str, known: Family, ranks: int) -> Plan:
     styles: dict[str, str] = {}
     splits: dict[str, Split] = {}
-    parameters: dict[str, tuple[Split, int]] = {}
     for number, block in enumerate(base.get_submodule(known.blocks)):
         path = f"{blocks}.{number}" if known.mlp is None else f"{blocks}.{number}.{known.mlp}"
         module = block if known.mlp is None else block.get_submodule(known.mlp)
         if known.experts and hasattr(module, known.experts):  # some blocks may have a plain mlp
-            experts = module.get_submodule(known.experts)
-            width = Split.even(experts.down_proj.shape[-1], ranks)
             styles |= {path: "whole_sequence", f"{path}.{known.router}": "replicate"}
             styles[f"{path}.{known.experts}"] = "experts"
-            parameters[f"{path}.{known.experts}.gate_up_proj"] = (Split.packed([width, width]), 1)
-            parameters[f"{path}.{known.experts}.down_proj"] = (width, 2)
             continue
         if known.mlp is not None:
             styles[path] = "shared_input"
@@ -127,7 +122,7 @@ def _mlp(base: Any, blocks: str, known: Family, ranks: int) -> Plan:
         if known.mlp_parts > 1:
             width = Split.even(in_features(module.get_submodule(known.mlp_row)), ranks)
             splits |= {f"{path}.{name}": Split.packed([width] * known.mlp_parts) for name in known.mlp_columns}
-    return Plan(styles=styles, splits=splits, parameters=parameters)
+    return Plan(styles=styles, splits=splits)
 
 
 def _model_type(model: Any) -> str | None:

@@ -81,6 +81,12 @@ class Heads:
         return usual | {name: values[count] for name, count in further.items()}
 
 
+def expert_parts(path: str, experts: Any, ranks: int) -> dict[str, tuple[Split, int]]:
+    """The parameters of a module of style ``experts``: every expert's width is split."""
+    width = Split.even(experts.down_proj.shape[-1], ranks)
+    return {f"{path}.gate_up_proj": (Split.packed([width, width]), 1), f"{path}.down_proj": (width, 2)}
+
+
 def in_features(linear: Any) -> int:
     """Of an ``nn.Linear``, or of transformers' ``Conv1D``, which stores its weight the other way round."""
     size: int = linear.in_features if hasattr(linear, "in_features") else linear.weight.shape[0]
