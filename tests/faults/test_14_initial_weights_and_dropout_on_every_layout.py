@@ -1,6 +1,7 @@
-"""Initial weights depend on the layout; both halves of a split weight are alike (pytorch#168058, torchtitan#1750).
+"""Initial weights and dropout depend on the layout; both halves of a split weight are alike (pytorch#168058,
+torchtitan#1750).
 
-Look in fsdp_tp/initialize.py. (Dropout on split activations still draws other masks; ``parallelize`` warns.)
+Look in fsdp_tp/initialize.py and fsdp_tp/layers/dropout.py; whole models with dropout are in tests/test_dropouts.py.
 """
 
 import functools
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_tp
+from fsdp_tp.layers import Dropout
 from tests import models
 from tests.ranks import run
 
@@ -37,6 +39,23 @@ def test_the_same_seed_gives_the_same_global_weights():
     for world_size, degrees in LAYOUTS[1:]:
         for weights in run(world_size, _weights, degrees):
             assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True)), degrees
+
+
+def _dropped(degrees):
+    """What a module drops of the rows that this rank has of a global batch."""
+    mesh = fsdp_tp.init_mesh(**degrees)
+    torch.manual_seed(7)
+    rows = torch.ones(8, 5, 6).chunk(mesh.data_size)[mesh.data_rank]
+    return mesh.data_rank, Dropout(0.5, mesh=mesh)(rows)
+
+
+def test_the_same_seed_drops_the_same_elements_of_the_global_batch():
+    ((_, expected),) = run(1, _dropped, {})
+    assert 0.3 < (expected == 0).double().mean() < 0.7
+    for world_size, degrees in LAYOUTS[1:]:
+        for data_rank, rows in run(world_size, _dropped, degrees):
+            first = data_rank * len(rows)
+            assert torch.equal(rows, expected[first : first + len(rows)]), degrees
 
 
 def _linear():
