@@ -50,7 +50,6 @@ def insert_regions(
 def _insert_by_style(
     model: nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup, *, sequence_parallel: bool
 ) -> None:
-    has_head = "column_gather" in styles.values()
     length = SequenceLength()
     if sequence_parallel:
         model._sequence_length = length  # type: ignore[assignment]  # for wrap's activation checkpointing
@@ -84,26 +83,22 @@ def _insert_by_style(
         elif style == "split_sequence" and sequence_parallel:
             transform_first_argument(model.get_submodule(path), split)
         elif style == "sequence_gather" and sequence_parallel:
-            # Its gradients are partial sums if a split head reads it, and complete if other code does.
-            transform_output(model.get_submodule(path), enter if has_head else gather, partial_gradient=has_head)
-        elif style == "sequence_gather_whole" and sequence_parallel:
             transform_output(model.get_submodule(path), gather)
 
 
 class OwnHeads:
     """Of something for each of all heads that of this rank's: ``(batch, heads, ...)`` or ``(batch * heads, ...)``.
 
-    What has one head in all is for every head.
+    What has one head in all is for every head; what has other dims (a mask of tokens) is not of heads.
     """
 
     def __init__(self, own: Tensor, count: int) -> None:
         self.own, self.count = own, count
 
     def __call__(self, x: Tensor) -> Tensor:
-        own = self.own.to(x.device)
         if x.ndim == 3:
-            return x.unflatten(0, (-1, self.count)).index_select(1, own).flatten(0, 1)
-        return x.index_select(1, own) if x.shape[1] == self.count and self.count > 1 else x
+            return x.unflatten(0, (-1, self.count)).index_select(1, self.own.to(x.device)).flatten(0, 1)
+        return x.index_select(1, self.own.to(x.device)) if x.ndim == 4 and x.shape[1] > 1 else x
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
 from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
-from fsdp_tp.layers.hugging_face import hugging_face_loss
+from fsdp_tp.layers.hugging_face import split_labels_loss
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.norm import split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
@@ -39,7 +39,7 @@ from fsdp_tp.plans.weights import (
 )
 from fsdp_tp.verify import Verification, Verify
 
-_SLICED_STYLES = ("sequence", "sequence_gather", "sequence_gather_whole")
+_SLICED_STYLES = ("sequence", "sequence_gather")
 
 
 def parallelize(
@@ -93,7 +93,13 @@ def parallelize(
             "then remove the script's own fully_shard calls"
         )
     require_no_optimizer(model, "parallelize")
+    if isinstance(plan, str) and plan != "auto" and plan not in families():
+        raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
     if mesh.tensor_size == 1:
+        if verify is not False:
+            warnings.warn(
+                "verify has no effect: the tensor axis has one rank, and the model stays as it is", stacklevel=2
+            )
         if not isinstance(plan, str):
             styles = plan.styles if isinstance(plan, Plan) else plan
             check_plan(model, match_plan(model, styles))  # a script is debugged on one process first
@@ -104,8 +110,6 @@ def parallelize(
     if built and verify is not False:
         raise ValueError("verify compares with the model on one process, but this one was built from parallel layers")
     if isinstance(plan, str):
-        if plan != "auto" and plan not in families():
-            raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
         full = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
     else:
         full = plan if isinstance(plan, Plan) else Plan(styles=plan)
@@ -153,8 +157,8 @@ def parallelize(
     if loss_parallel:
         if "column_gather" not in styles.values():
             warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)
-        elif isinstance(getattr(type(model), "loss_function", None), property):  # of Hugging Face models
-            model.loss_function = hugging_face_loss(mesh)  # type: ignore[assignment]
+        else:
+            split_labels_loss(model, mesh)
     return model
 
 
@@ -183,18 +187,15 @@ def _split_layer(
         return VocabParallelEmbedding.from_embedding(
             module, mesh=mesh, sequence_parallel=sequence_parallel and not splits_later
         )
-    is_head = sequence_parallel and style == "column_gather"
-    # After a gathered last norm the output projection's input is whole, its gradient still to be summed.
-    follows_gather = is_head and "sequence_gather" in styles.values()
-    reads_whole = is_head and "sequence_gather_whole" in styles.values() and not follows_gather
+    reads_whole = style == "column_gather" and "sequence_gather" in styles.values()
     column = ColumnParallelConv1D if is_conv1d(module) else ColumnParallelLinear
     return column.from_linear(
         module,
         mesh=mesh,
         gather_output=style == "column_gather" and not loss_parallel,
         sequence_parallel=sequence_parallel and not reads_whole,
-        shared_input=follows_gather or is_inside_shared_input(path, styles),
-        split=split,
+        shared_input=is_inside_shared_input(path, styles),
+        split=Split.chunks(module.out_features, mesh.tensor_size) if style == "column_gather" else split,
     )
 
 

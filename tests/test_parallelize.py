@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_tp
-from tests import models
+from tests import families, models
 from tests.ranks import run
 
 
@@ -329,3 +329,24 @@ def test_a_hugging_face_loss_is_right_on_split_logits(weigh):
     (expected,) = run(1, _hugging_face_labels, False, weigh)
     for loss_parallel in (False, True):
         assert run(2, _hugging_face_labels, loss_parallel, weigh) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def _labels_of_another_loss(family):
+    """t5 and bert compute their loss themselves: on a slice of the vocabulary it would be another number."""
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    ids = models.batch()
+    losses = []
+    for options in (None, {}, {"loss_parallel": True}):
+        model = fsdp_tp.initialize(families.build(family))
+        if options is not None:
+            fsdp_tp.parallelize(model, mesh, **options)
+        if options != {"loss_parallel": True}:
+            losses.append(model(input_ids=ids, labels=ids).loss)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="labels: with loss_parallel=True .* slice of the vocabulary"):
+        model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_labels_are_refused_where_split_logits_would_give_another_loss(family):
+    run(2, _labels_of_another_loss, family)

@@ -114,6 +114,12 @@ def _restore_in_state_dict(module: Any, state_dict: dict[str, Any], prefix: str,
 
 def _arrange_in_state_dict(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     for name, (split, dim) in module._arranged.items():
-        whole = state_dict.get(prefix + name)
-        if isinstance(whole, Tensor) and whole.shape[dim] == split.size:
-            state_dict[prefix + name] = arrange(whole, split, dim, module._parameters[name])
+        whole, parameter = state_dict.get(prefix + name), module._parameters[name]
+        if whole is None:
+            continue
+        expected = whole_shape(parameter, (split, dim))
+        if whole.shape != expected:
+            raise ValueError(
+                f"{prefix}{name} has the shape {tuple(whole.shape)} in the state dict, not {tuple(expected)}"
+            )
+        state_dict[prefix + name] = arrange(whole, split, dim, parameter)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fsdp_tp.mesh import ParallelMesh
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -20,9 +22,9 @@ class ColumnParallelConv1D(ColumnParallelLinear):
 
     out_dim = 1
 
-    @classmethod
-    def from_linear(cls, linear: Any, **options: Any) -> Self:
-        return super().from_linear(_with_sizes(linear), **options)
+    def _split(self, mesh: ParallelMesh | DeviceMesh, **options: Any) -> None:
+        self.in_features, self.out_features = self.weight.shape
+        super()._split(mesh, **options)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight.t(), bias)
@@ -33,15 +35,9 @@ class RowParallelConv1D(RowParallelLinear):
 
     in_dim = 0
 
-    @classmethod
-    def from_linear(cls, linear: Any, **options: Any) -> Self:
-        return super().from_linear(_with_sizes(linear), **options)
+    def _split(self, mesh: ParallelMesh | DeviceMesh, **options: Any) -> None:
+        self.in_features, self.out_features = self.weight.shape
+        super()._split(mesh, **options)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight.t())
-
-
-def _with_sizes(conv: Any) -> Any:
-    """The names that ``nn.Linear`` has for what ``Conv1D`` calls nx and nf."""
-    conv.in_features, conv.out_features = conv.weight.shape
-    return conv

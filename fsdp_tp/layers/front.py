@@ -28,13 +28,19 @@ def put_in_front(module: nn.Module, mixin: type[Front]) -> None:
 
 @cache
 def _combined(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    # Under the name of the model's own class, by which others may know it (a config's "architectures").
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The ``forward`` of the module's own class, whatever stands in front of it."""
+    own: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls) and not issubclass(cls, Front))
+    return own.forward
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """Of the module's own ``forward``, whatever stands in front of it."""
-    own: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls) and not issubclass(cls, Front))
-    return list(inspect.signature(own.forward).parameters)[1:]
+    """Of the module's own ``forward``."""
+    return list(inspect.signature(own_forward(module)).parameters)[1:]
 
 
 def transform_first_argument(module: nn.Module, region: Callable[[Tensor], Tensor]) -> None:
@@ -50,13 +56,9 @@ def transform_argument(module: nn.Module, name: str, region: Callable[[Tensor], 
     module.__dict__["_argument_regions"].append((name, argument_names(module).index(name), region))
 
 
-def transform_output(module: nn.Module, region: Callable[[Tensor], Tensor], *, partial_gradient: bool = False) -> None:
-    """``module.forward`` returns ``region(y)`` where it returned the tensor y.
-
-    ``partial_gradient`` tells an observer that every rank has its own part of the gradient of ``region(y)``.
-    """
+def transform_output(module: nn.Module, region: Callable[[Tensor], Tensor]) -> None:
+    """``module.forward`` returns ``region(y)`` where it returned the tensor y."""
     module.__dict__["_output_region"] = region
-    module.__dict__["_has_partial_gradient"] = partial_gradient
     put_in_front(module, OutputRegion)
 
 

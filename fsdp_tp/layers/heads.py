@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_tp.config import divisors
-from fsdp_tp.layers.split import ZERO, Split
+from fsdp_tp.layers.split import ZERO, Split, on_cpu
 
 
 class HeadLayout:
@@ -30,6 +30,7 @@ class HeadLayout:
         ValueError: ``num_kv_heads`` does not divide ``num_heads``.
     """
 
+    @on_cpu
     def __init__(self, num_heads: int, num_kv_heads: int, ranks: int) -> None:
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
@@ -76,6 +77,7 @@ class HeadLayout:
         return Split(self.num_kv_heads, self._kv)
 
     @property
+    @on_cpu
     def interleaved(self) -> Split:
         """Of heads in groups of all queries of a key/value head, its key and its value, group after group."""
         groups = self.num_heads // self.num_kv_heads

@@ -118,9 +118,9 @@ class ColumnParallelLinear(nn.Linear):
         split: Split | None,
     ) -> None:
         axis = tensor_axis(mesh)
-        even = Split.even(self.out_features, axis.size())
-        self.split = split or even
-        assert self.split == even or not gather_output, "gathering assumes the order of the whole"
+        default = Split.chunks if gather_output else Split.even
+        self.split = split or default(self.out_features, axis.size())
+        assert not gather_output or self.split.is_chunked, "gathering assumes the order of the whole"
         place_split(self, "weight", self.split, self.out_dim, axis)
         if self.bias is not None:
             place_split(self, "bias", self.split, 0, axis)
@@ -219,9 +219,9 @@ class RowParallelLinear(nn.Linear):
         split: Split | None,
     ) -> None:
         axis = tensor_axis(mesh)
-        even = Split.even(self.in_features, axis.size())
-        self.split = split or even
-        assert self.split == even or input_is_parallel, "taking a slice assumes the order of the whole"
+        default = Split.even if input_is_parallel else Split.chunks
+        self.split = split or default(self.in_features, axis.size())
+        assert input_is_parallel or self.split.is_chunked, "taking a slice assumes the order of the whole"
         place_split(self, "weight", self.split, self.in_dim, axis)
         if self.bias is not None:
             self.bias = place_parameter(self.bias, Replicate(), axis)

@@ -15,9 +15,10 @@ a state dict shows (:mod:`fsdp_tp.layers.canonical`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,20 @@ ZERO = -1
 """Stands for a row of zeros."""
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_cpu(function: Function) -> Function:
+    """Indices are made on the CPU, whatever the default device: also of a model that is built on meta."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return cast(Function, wrapper)
+
+
 class Split:
     """How the rows of a weight (or its columns: one dim of it) are split over the ranks of a tensor axis.
 
@@ -40,9 +55,11 @@ class Split:
             have none.
     """
 
+    @on_cpu
     def __init__(self, size: int, rows: Sequence[Tensor]) -> None:
         self.size = size
         self.rows = tuple(rows)
+        self._places_on: dict[torch.device, list[Tensor]] = {}
         users = torch.zeros(size, dtype=torch.int64)
         for part in self.rows:
             users[part[part != ZERO]] += 1
@@ -78,14 +95,21 @@ class Split:
 
     @staticmethod
     @cache
-    def even(size: int, ranks: int) -> Split:
-        """As ``torch.chunk`` splits; where that would leave the last ranks nothing, in parts that differ by one."""
-        with torch.device("cpu"):  # also of a layer that is built on meta
-            whole = torch.arange(size)
-            chunks = [_chunk_of(whole, rank, ranks) for rank in range(ranks)]
-            return Split(size, chunks if chunks[-1].numel() else whole.tensor_split(ranks))
+    @on_cpu
+    def chunks(size: int, ranks: int) -> Split:
+        """As ``torch.chunk`` splits: of features that are gathered, or cut from whole ones."""
+        return Split(size, [_chunk_of(torch.arange(size), rank, ranks) for rank in range(ranks)])
 
     @staticmethod
+    @cache
+    @on_cpu
+    def even(size: int, ranks: int) -> Split:
+        """As ``torch.chunk`` splits; where that would leave the last ranks nothing, in parts that differ by one."""
+        chunks = Split.chunks(size, ranks)
+        return chunks if chunks.rows[-1].numel() else Split(size, torch.arange(size).tensor_split(ranks))
+
+    @staticmethod
+    @on_cpu
     def packed(parts: Sequence[Split]) -> Split:
         """Of weights whose rows stand one after another in a single one."""
         rows: list[list[Tensor]] = [[] for _ in parts[0].rows]
@@ -96,6 +120,7 @@ class Split:
             start += part.size
         return Split(start, [torch.cat(own) for own in rows])
 
+    @on_cpu
     def blocks(self, length: int) -> Split:
         """Every row stands for a block of ``length`` rows: a head for its features."""
         inside = torch.arange(length)
@@ -133,8 +158,16 @@ class Split:
             return stored if stored.shape[dim] == own else stored.narrow(dim, 0, own)
         chunk = stored.narrow(dim, self._own_length, stored.shape[dim] - self._own_length)
         shared = regions.gather_weight(chunk, dim, group, None if self._own_length else self._shared.numel())
-        joined = torch.cat([stored.narrow(dim, 0, own), shared], dim)
-        return joined.index_select(dim, self.places[rank].to(stored.device))
+        joined = torch.cat([stored.narrow(dim, 0, own), shared], dim) if own else shared
+        return joined.index_select(dim, self.places_on(stored.device)[rank])
+
+    def places_on(self, device: torch.device) -> list[Tensor]:
+        """``places`` there, copied once."""
+        if device.type == "cpu":
+            return self.places
+        if device not in self._places_on:
+            self._places_on[device] = [places.to(device) for places in self.places]
+        return self._places_on[device]
 
     def runs(self, rank: int, *, once: bool) -> list[tuple[int, int, int]]:
         """Rows of ``rank`` that are neighbours in the whole: place among its own, place in the whole, length.

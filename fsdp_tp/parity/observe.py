@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_tp.layers import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.canonical import arranged_parameters, whole_shape
+from fsdp_tp.layers.front import OutputRegion
 from fsdp_tp.layers.split import Split
 from fsdp_tp.locate import Rows, first_floating, locate
 from fsdp_tp.mesh import ParallelMesh
@@ -112,9 +113,9 @@ class Observer:
             if tensor is None:
                 return
             event = trace.key(trace.OUTPUT, name)
-            # Behind a gathering region, and where a weight's gradient is summed afterwards, every rank has its own
-            # part of the gradient's sum.
-            partial = getattr(module, "_has_partial_gradient", module in self._summing)
+            # Where a weight's gradient is summed afterwards, every rank has its own part of the output's gradient;
+            # behind a gathering region it is whole.
+            partial = module in self._summing and not isinstance(module, OutputRegion)
             partial = partial or any(gathered for output, _, gathered in self._outputs if output is tensor)
             self._outputs.append((tensor, event, partial))
             split = self._split_at(path, ColumnParallelLinear)

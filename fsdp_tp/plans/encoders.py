@@ -36,7 +36,7 @@ def bert(model: Any, axis: DeviceMesh) -> Plan:
         f"{layer}intermediate": "shared_input",
         f"{layer}intermediate.dense": "column",
         f"{layer}output.dense": "row",
-        f"{prefix}encoder.layer.{last}.output.LayerNorm": "sequence_gather_whole",
+        f"{prefix}encoder.layer.{last}.output.LayerNorm": "sequence_gather",
     }
     styles |= {f"{prefix}encoder.layer.{number}.output.LayerNorm": "sequence" for number in range(last)}
     # Embeddings of positions and types, the pooler, and all that a head computes on whole activations.
@@ -61,13 +61,13 @@ def _head(model: Any, ranks: int) -> Plan:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return Plan(styles={})
-    even = Split.even(head.out_features, ranks)
+    chunks = Split.chunks(head.out_features, ranks)
     names = [
         name for name, _ in model.named_parameters(remove_duplicate=False) if model.get_parameter(name) is head.bias
     ]
     path = path_of(model, head)
     return Plan(
-        styles={path: "column_gather"}, parameters={name: (even, 0) for name in names if name != f"{path}.bias"}
+        styles={path: "column_gather"}, parameters={name: (chunks, 0) for name in names if name != f"{path}.bias"}
     )
 
 
@@ -113,7 +113,7 @@ def _t5_stack(stack: Any, name: str, heads: Heads, *, is_last: bool) -> Plan:
         f"{feed_forward}.wo": "row",
         f"{layer}*.layer_norm": "sequence",
         f"{name}.block.0": "split_sequence",
-        f"{name}.final_layer_norm": "sequence_gather" if is_last else "sequence_gather_whole",
+        f"{name}.final_layer_norm": "sequence_gather",
     }
     bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     parts.append(Plan(styles=styles, parameters={bias: (heads.layout.queries, 1)}))

@@ -22,7 +22,6 @@ STYLES: dict[str, str] = {
     "sequence": "whole on every rank, applied to this rank's slice of the sequence under sequence parallelism "
     "(a norm between blocks); without it the same as replicate",
     "sequence_gather": "as sequence, and under sequence parallelism its output is gathered: the last norm",
-    "sequence_gather_whole": "the same, for code that then computes on whole activations, such as an encoder's pooler",
     "per_head": "whole on every rank, applied to this rank's part between column and row layers (a query or key "
     "norm): gradients are summed",
     "shared_input": "a module (attention, mlp) whose first argument is the input of all its column layers: its "
@@ -38,7 +37,7 @@ STYLES: dict[str, str] = {
 }
 
 
-WHOLE_STYLES = ("replicate", "sequence", "sequence_gather", "sequence_gather_whole", "per_head")
+WHOLE_STYLES = ("replicate", "sequence", "sequence_gather", "per_head")
 """Of modules, or of single parameters, that every rank has whole."""
 
 
