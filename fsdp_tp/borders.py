@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -101,9 +100,43 @@ class OwnHeads:
         return x.index_select(1, self.own.to(x.device)) if x.ndim == 4 and x.shape[1] > 1 else x
 
 
+class View:
+    """An object that others use too, with other values under some names: a config with a rank's number of heads.
+
+    Everything else is read from that object, and written to it, so that later changes of it are seen. A deep copy of a
+    model has views of its own config.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self.__dict__["_whole"] = whole
+        self.__dict__["_own"] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy and pickle ask for, before there is a _whole
+            raise AttributeError(name)
+        name = self._canonical(name)
+        return self._own[name] if name in self._own else getattr(self._whole, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = self._canonical(name)
+        if name in self._own:
+            self._own[name] = value
+        else:
+            setattr(self._whole, name, value)
+
+    def _canonical(self, name: str) -> str:
+        """Hugging Face configs have several names for one value."""
+        return str(getattr(self._whole, "attribute_map", {}).get(name, name))
+
+    def replace(self, name: str, value: Any) -> None:
+        self._own[self._canonical(name)] = value
+
+
 def _set_attribute(module: Any, name: str, value: Any) -> None:
     first, _, rest = name.partition(".")
-    if rest:  # of an object that others use too
-        setattr(module, first, copy.copy(getattr(module, first)))
-        module, first = getattr(module, first), rest
-    setattr(module, first, value)
+    if not rest:
+        setattr(module, first, value)
+        return
+    if not isinstance(getattr(module, first), View):
+        setattr(module, first, View(getattr(module, first)))
+    getattr(module, first).replace(rest, value)

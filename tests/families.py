@@ -9,6 +9,7 @@ import functools
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,12 +80,12 @@ SIZES = {
 SIZES["roberta"] = SIZES["bert"]
 
 
-def build(family: str) -> nn.Module:
+def build(family: str, **overrides: Any) -> nn.Module:
     """A toy model of a family that plan "auto" knows."""
     import transformers
 
     kind = {"bert": "MaskedLM", "roberta": "MaskedLM", "t5": "Seq2SeqLM"}.get(family, "CausalLM")
-    config = transformers.AutoConfig.for_model(family, **SIZES.get(family, models.SIZES))
+    config = transformers.AutoConfig.for_model(family, **{**SIZES.get(family, models.SIZES), **overrides})
     model: nn.Module = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     return model
 

@@ -18,25 +18,31 @@ from fsdp_tp.dropouts import _DropoutBesideRow, place_dropouts
 from fsdp_tp.layers import Dropout
 from fsdp_tp.layers.canonical import arrangement_of
 from tests import models
-from tests.families import SIZES
+from tests.families import build
 from tests.ranks import run
 
 DROPOUT = {
     "llama": dict(attention_dropout=0.3, attention_bias=True),
     "gpt_neox": dict(attention_dropout=0.3, hidden_dropout=0.2),
     "gpt2": dict(attn_pdrop=0.3, resid_pdrop=0.2, embd_pdrop=0.1, n_inner=96),
+    "phi3": dict(attention_dropout=0.1),
+    "bert": dict(attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1),
+    "t5": dict(dropout_rate=0.1),
 }
 LAYOUTS = [(2, 1, False), (2, 1, True), (4, 1, False), (2, 2, True)]
 
 
+def _logits(model, ids):
+    if model.config.is_encoder_decoder:
+        return model(input_ids=ids.flip(1), decoder_input_ids=ids[:, :-1]).logits
+    return model(ids[:, :-1]).logits
+
+
 def _step(family, tensor, shard, sequence_parallel):
     """The logits of this rank's rows, and what whole weights have as gradients."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=tensor, hybrid_shard_degree=shard)
     torch.manual_seed(2)
-    config = AutoConfig.for_model(family, **{**SIZES.get(family, models.SIZES), **DROPOUT[family]})
-    model = AutoModelForCausalLM.from_config(config).double().train()
+    model = build(family, **DROPOUT[family]).double().train()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no dropout is left to chance
         if tensor == 1:
@@ -46,7 +52,7 @@ def _step(family, tensor, shard, sequence_parallel):
     assert all(isinstance(each, Dropout) for each in model.modules() if isinstance(each, nn.Dropout) and each.p)
     ids = models.batch(sequence=7).chunk(mesh.data_size)[mesh.data_rank]
     torch.manual_seed(4)
-    logits = model(ids[:, :-1]).logits
+    logits = _logits(model, ids)
     F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -57,7 +63,7 @@ def _step(family, tensor, shard, sequence_parallel):
             gradients[name] = arrangement[0].restore(gradients[name], arrangement[1])
         torch.distributed.all_reduce(gradients[name], group=mesh.data.get_group())
     with torch.no_grad():
-        assert not torch.equal(model(ids[:, :-1]).logits, logits), "dropout was not on"
+        assert not torch.equal(_logits(model, ids), logits), "dropout was not on"
     return mesh.data_rank, logits.detach(), gradients
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -138,6 +140,9 @@ class ParallelAttention(nn.Module):
                 it, the same on all ranks of the axis: what broadcasts to ``(..., num_heads, S, S)``, with all heads
                 or one. It adds to ``causal``. A gradient for it is summed over the axis.
             positions: of the whole sequence, for the rotation: ``(..., S)``; default 0 to S - 1.
+
+        Raises:
+            ValueError: a mask whose dim -3 is neither 1 nor ``num_heads``.
         """
         x = enter_tensor_axis(
             x, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
@@ -160,6 +165,12 @@ class ParallelAttention(nn.Module):
         """That of this rank's heads. None stands for the causal mask where there is no other."""
         if mask is None:
             return None
+        if mask.ndim >= 3 and mask.shape[-3] not in (1, self.num_heads):
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)}: dim -3 is that of the heads, so it must be of shape "
+                f"({length}, {length}), (..., 1, {length}, {length}) or (..., {self.num_heads}, {length}, {length}); "
+                "one for each sequence takes mask.unsqueeze(-3)"
+            )
         if mask.requires_grad:
             mask = regions.copy_to_tensor_axis(mask, self.tensor_group)
         if mask.ndim >= 3 and mask.shape[-3] > 1:
@@ -189,9 +200,14 @@ class ParallelAttention(nn.Module):
 
 
 def attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: nn.Module, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: Callable[[Tensor], Tensor],
+    scale: float | None = None,
 ) -> Tensor:
-    """What ``F.scaled_dot_product_attention`` computes, with another module's ``dropout`` of the weights, which it
+    """What ``F.scaled_dot_product_attention`` computes, with a ``dropout`` of the weights other than its own, which it
     cannot take. As many heads of k and v as of q."""
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
@@ -199,8 +215,7 @@ def attention_with_dropout(
     wide = torch.promote_types(scores.dtype, torch.float32)
     # A row that may attend to nothing gets zeros, as from scaled_dot_product_attention.
     weights = torch._safe_softmax(scores.to(wide), -1).to(q.dtype)
-    output: Tensor = dropout(weights) @ v
-    return output
+    return dropout(weights) @ v
 
 
 def _causal_mask(length: int, device: torch.device) -> Tensor:

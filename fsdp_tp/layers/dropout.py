@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,31 +71,24 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input
-        seed = torch.randint(2**62, (), device=input.device)
+        return self._drop(input, self.p, *self._place(input))
+
+    def _drop(self, x: Tensor, p: float, coordinates: list[Tensor], shape: list[int]) -> Tensor:
+        """``coordinates`` and ``shape`` as in :func:`keep_mask`."""
+        seed = torch.randint(2**62, (), device=x.device)
         if not self._checked and not torch.compiler.is_compiling():
             self._check(seed)
-        coordinates, shape = self._place(input)
-        keep = keep_mask(seed, self.p, self.data_rank, coordinates, shape)
-        scaled = input * (1 / (1 - self.p) if self.p < 1 else 0.0)
+        keep = keep_mask(seed, p, self.data_rank, coordinates, shape)
+        scaled = x * (1 / (1 - p) if p < 1 else 0.0)
         return scaled.masked_fill(~keep, 0)
 
     def _place(self, x: Tensor) -> tuple[list[Tensor], list[int]]:
         """For every dim the places of this rank's elements in the whole, and the shape of that."""
-        coordinates = [torch.arange(size, device=x.device) for size in x.shape]
-        shape = list(x.shape)
         if self.split is not None:
-            rows = self.split.rows[self.tensor_group.rank()]
-            # A row of zeros stays zero whatever its mask.
-            coordinates[self.split_dim] = rows.masked_fill(rows == ZERO, 0).to(x.device)
-            shape[self.split_dim] = self.split.size
-        elif self.sequence_parallel:
-            length = None if self.sequence_length is None else self.sequence_length.of(x, self.tensor_group)
-            if length is None:
-                length = x.shape[SEQUENCE_DIM] * self.tensor_group.size()
-            start, _ = chunk_of(length, self.tensor_group.size(), self.tensor_group.rank())
-            coordinates[SEQUENCE_DIM] = coordinates[SEQUENCE_DIM] + start
-            shape[SEQUENCE_DIM] = length
-        return coordinates, shape
+            return place_in_split(x, self.split, self.split_dim, self.tensor_group.rank())
+        if self.sequence_parallel:
+            return place_in_sequence(x, self.sequence_length, self.tensor_group)
+        return place_of_whole(x)
 
     def _check(self, seed: Tensor) -> None:
         self._checked = True
@@ -104,6 +98,35 @@ class Dropout(nn.Dropout):
                 f"dropout: the {self.tensor_group.size()} ranks of one tensor axis draw different random numbers, but "
                 "compute one batch together: call torch.manual_seed with the same seed on all of them"
             )
+
+
+def place_of_whole(x: Tensor) -> tuple[list[Tensor], list[int]]:
+    """The coordinates and the shape that :func:`keep_mask` takes, of an ``x`` that this rank holds whole."""
+    return [torch.arange(size, device=x.device) for size in x.shape], list(x.shape)
+
+
+def place_in_split(x: Tensor, split: Split, dim: int, rank: int) -> tuple[list[Tensor], list[int]]:
+    """Those of the part that ``rank`` has along ``dim``."""
+    coordinates, shape = place_of_whole(x)
+    rows = split.rows[rank]
+    # A row of zeros stays zero whatever its mask.
+    coordinates[dim] = rows.masked_fill(rows == ZERO, 0).to(x.device)
+    shape[dim] = split.size
+    return coordinates, shape
+
+
+def place_in_sequence(
+    x: Tensor, sequence_length: SequenceLength | None, group: dist.ProcessGroup
+) -> tuple[list[Tensor], list[int]]:
+    """Those of a slice along the sequence; all are as long where ``sequence_length`` does not know better."""
+    coordinates, shape = place_of_whole(x)
+    length = None if sequence_length is None else sequence_length.of(x, group)
+    if length is None:
+        length = x.shape[SEQUENCE_DIM] * group.size()
+    start, _ = chunk_of(length, group.size(), group.rank())
+    coordinates[SEQUENCE_DIM] = coordinates[SEQUENCE_DIM] + start
+    shape[SEQUENCE_DIM] = length
+    return coordinates, shape
 
 
 def keep_mask(seed: Tensor, p: float, slab: int, coordinates: list[Tensor], shape: list[int]) -> Tensor:
