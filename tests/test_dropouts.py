@@ -6,17 +6,23 @@ other mask is wrong by O(0.1).
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import fsdp_tp
+from fsdp_tp import dropouts
+from fsdp_tp.borders import View
 from fsdp_tp.dropouts import _DropoutBesideRow, place_dropouts
-from fsdp_tp.layers import Dropout
+from fsdp_tp.layers import Dropout, RowParallelLinear
 from fsdp_tp.layers.canonical import arrangement_of
+from fsdp_tp.layers.split import Split
 from tests import models
 from tests.families import build
 from tests.ranks import run
@@ -106,3 +112,82 @@ def _by_width():
 
 def test_a_dropout_beside_a_row_layer_tells_its_place_from_the_width():
     run(2, _by_width)
+
+
+def _phi3():
+    """The attention function of the model, as its attention modules see it; of a copy too."""
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    model = build("phi3", attention_dropout=0.1)
+    fsdp_tp.parallelize(model, mesh)
+    attention, config = model.model.layers[0].self_attn, model.config
+    seen = [attention.config._attn_implementation]
+    view = pickle.loads(pickle.dumps(attention.config))
+    duplicate, own = copy.deepcopy((config, attention.config))
+    model.set_attn_implementation("eager")
+    seen.append(attention.config._attn_implementation)
+    duplicate._attn_implementation = "sdpa"
+    seen += [own._attn_implementation, view._attn_implementation]
+    return seen, [each.num_attention_heads for each in (attention.config, own, view, config)]
+
+
+def test_a_later_change_of_the_config_reaches_attention_with_its_own_number_of_heads():
+    for seen, heads in run(2, _phi3):
+        assert seen == ["fsdp_tp", "eager", "sdpa", "fsdp_tp"]
+        assert heads == [2, 2, 2, 4]
+
+
+def test_a_view_knows_the_other_names_of_a_value():
+    config = transformers.GPT2Config(n_head=4)
+    view = View(config)
+    view.replace("n_head", 2)
+    assert (view.n_head, view.num_attention_heads, config.n_head) == (2, 2, 4)
+    view.num_attention_heads = 1
+    view.n_layer = 3
+    assert (view.n_head, config.n_head, config.num_hidden_layers) == (1, 4, 3)
+    with pytest.raises(AttributeError, match="unheard_of"):
+        _ = view.unheard_of
+
+
+def _warned_of(family, settings, renamed):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    model = build(family, **settings)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        if renamed:
+            patch.setattr(dropouts, "_QUERIES", ())
+        fsdp_tp.parallelize(model, mesh)
+    model.train()(models.batch())
+    return [str(each.message) for each in caught if "each rank draws its own masks" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "renamed", "named"),
+    [
+        # beside nn.Dropout modules, F.dropout in a function and in a class
+        ("falcon", dict(attention_dropout=0.1, hidden_dropout=0.2), False, "config.hidden_dropout"),
+        ("opt", dict(dropout=0.1), False, "config.dropout"),
+        # attention of whose layers none is known to make the queries
+        ("bert", dict(attention_probs_dropout_prob=0.1), True, "config.attention_probs_dropout_prob"),
+    ],
+)
+def test_dropout_out_of_reach_is_warned_of(family, settings, renamed, named):
+    for found in run(2, _warned_of, family, settings, renamed):
+        assert len(found) == 1
+        assert named in found[0]
+
+
+def _split_heads():
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    row = RowParallelLinear(12, 8, mesh=mesh, split=Split.even(4, 2).blocks(3))
+    drop = _DropoutBesideRow(0.5, mesh=mesh, row=row, sequence_parallel=False)
+    drop(torch.ones(2, 2, 5, 5))
+    before = {name: id(value) for name, value in vars(drop).items()}, drop.heads(2)
+    for x in (torch.ones(2, 5, 8), torch.ones(2, 5, 6), torch.ones(2, 2, 5, 5)):
+        drop(x)
+    assert before[0] == {name: id(value) for name, value in vars(drop).items()}
+    assert drop.heads(2) is before[1]
+    assert before[1] == Split.even(4, 2)
+
+
+def test_the_split_of_heads_is_made_once():
+    run(2, _split_heads)
