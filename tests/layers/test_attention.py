@@ -229,6 +229,9 @@ def _details():
         ParallelAttention(18, 6, num_kv_heads=4, mesh=mesh)
     with pytest.raises(ValueError, match=r"rotary_base=10000.0 turns pairs of features, but head_dim=3 is odd"):
         ParallelAttention(18, 6, rotary_base=10000.0, mesh=mesh)
+    for heads in (3, 5):  # the batch, this rank's heads
+        with pytest.raises(ValueError, match=rf"\({heads}, 5, 5\): .*, \(..., 1, 5, 5\) or \(..., 9, 5, 5\)"):
+            layer(torch.zeros(3, 5, 18, dtype=torch.float64), torch.ones(heads, 5, 5, dtype=torch.bool))
     with torch.device("meta"):
         layer = ParallelAttention(18, 9, num_kv_heads=3, qk_norm=True, mesh=mesh)
     layer = layer.to_empty(device="cpu")
