@@ -20,7 +20,7 @@ from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_co
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.hugging_face import split_labels_loss
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from fsdp_tp.layers.norm import split_rms_norm
+from fsdp_tp.layers.norm import check_rms_norm, split_rms_norm
 from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
@@ -80,7 +80,8 @@ def parallelize(
         verify: run one tiny batch through a copy of the original and through the parallel model, in
             eval mode, and compare the outputs of all modules and the gradients of all parameters.
             True for a Hugging Face model; of others the batch: a tuple of arguments or a dict of
-            keyword arguments, the same on every rank. Takes memory for a second whole model.
+            keyword arguments, the same on every rank. Takes memory for a second whole model. Where the parallel
+            forward fails on one rank alone, its peers wait for it until the timeout of their collective.
 
     Raises:
         ValueError: the plan or the model's shapes do not fit; an optimizer already holds the
@@ -123,6 +124,7 @@ def parallelize(
     check_every_gradient_is_known(model, styles, parts, sequence_parallel)
 
     check_ties(model, styles, parts)
+    norms = _norms_over_heads(model, styles, splits, mesh.tensor_size)
     verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
 
     # All layers are built before the first takes its place: an error leaves the model as it was.
@@ -141,10 +143,8 @@ def parallelize(
         if module in layers:
             model.set_submodule(path, layers[module])
 
-    for path, style in styles.items():
-        if style == "over_heads":
-            norm: Any = model.get_submodule(path)
-            split_rms_norm(norm, splits.get(path) or Split.even(norm.weight.numel(), mesh.tensor_size), mesh.tensor)
+    for norm, split in norms.items():
+        split_rms_norm(norm, split, mesh.tensor)
     _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
     insert_regions(model, full, styles, mesh.tensor.get_group(), sequence_parallel=sequence_parallel)
     place_dropouts(model, mesh, styles, sequence_parallel=sequence_parallel)
@@ -167,6 +167,22 @@ def _built_parallel(model: nn.Module) -> set[nn.Parameter]:
     layers = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelAttention)
     ours = [module for module in model.modules() if isinstance(module, layers)]
     return {parameter for module in ours for parameter in module.parameters() if isinstance(parameter, DTensor)}
+
+
+def _norms_over_heads(
+    model: nn.Module, styles: Mapping[str, str], splits: Mapping[str, Split], ranks: int
+) -> dict[nn.Module, Split]:
+    norms: dict[nn.Module, Split] = {}
+    for path in [path for path, style in styles.items() if style == "over_heads"]:
+        norm = model.get_submodule(path)
+        weight = getattr(norm, "weight", None)
+        split = splits.get(path) or Split.even(weight.numel() if isinstance(weight, nn.Parameter) else 0, ranks)
+        try:
+            check_rms_norm(norm, split)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        norms[norm] = split
+    return norms
 
 
 def _split_layer(

@@ -2,6 +2,9 @@
 
 Every rank runs the original by itself. Outputs of modules are compared in the order in which
 the forward returns them, then the gradients of parameters in the order of the backward.
+
+A gap is an error on all ranks of the tensor axis. But where the parallel forward fails on one rank alone, its
+peers are in a collective already: they wait for it until the collective's timeout.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ class _Run:
 
 
 class Verification:
-    """Made before the model is split: keeps a copy of it, so memory doubles meanwhile.
+    """Made before the model is split: runs a copy of it, whose outputs and gradients are kept.
 
     Raises:
-        ValueError: no batch can be made, or the model is on the meta device.
+        ValueError: no batch can be made, the original fails on it, or the model is on the meta device.
     """
 
     def __init__(
@@ -58,8 +61,24 @@ class Verification:
                 "with real weights instead"
             )
         self._mesh, self._styles, self._cut = mesh, styles, cut
-        self._args, self._kwargs = _batch(model, verify, mesh.tensor_size, cut=cut)
-        self._original = copy.deepcopy(model)
+        self._home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._device = mesh.device if self._home.type != mesh.device.type else self._home
+        self._args, self._kwargs = torch.utils._pytree.tree_map(
+            lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf,
+            _batch(model, verify, mesh.tensor_size, cut=cut),
+        )
+        self._weights: Tensor | None = None
+        self._dtypes = [parameter.dtype for parameter in model.parameters()]
+        try:
+            self._expected = self._run(copy.deepcopy(model).to(self._device))
+        except Exception as error:  # whatever the model's forward raises
+            given = "True" if verify is True else "the given batch"
+            passed = ", ".join([*(type(arg).__name__ for arg in self._args), *self._kwargs])
+            raise ValueError(
+                f"verify={given}: the original {type(model).__name__} fails on the batch ({passed}), before anything "
+                f"is split: {error}. Pass as verify= a batch that its forward works with: a tuple of arguments or a "
+                "dict of keyword arguments, the same on every rank"
+            ) from error
 
     def __call__(self, model: nn.Module) -> None:
         """Compares ``model``, which is split by now.
@@ -67,38 +86,32 @@ class Verification:
         Raises:
             ValueError: it differs, on all ranks of the tensor axis; names the module and the gap.
         """
-        home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        device = self._mesh.device if home.type != self._mesh.device.type else home
-        original = self._original.to(device)
-        args, kwargs = torch.utils._pytree.tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, (self._args, self._kwargs)
-        )
-        weights: list[Tensor] = []
-
-        def weigh(output: Tensor) -> Tensor:
-            """Of the original: random, so that no part of a gradient cancels. Then this rank's part of the same."""
-            if not weights:
-                generator = torch.Generator().manual_seed(0)
-                weights.append(torch.randn(output.shape, generator=generator).to(output))
-            part = self._part(weights[0], output)
-            return (output * (weights[0] if part is None else part)).sum()
-
         try:
-            expected = _run(original, args, kwargs, weigh)
-            model.to(device)
+            model.to(self._device)
             try:
-                actual = _run(model, args, kwargs, weigh)
+                actual = self._run(model)
             except Exception as error:  # whatever the model's forward raises with parts of its weights
                 raise ValueError(
                     f"verify: the parallel model fails where the original works, so the plan does not suit it: {error}"
                 ) from error
-            self._judge(original, model, expected, actual)
+            self._judge(model, self._expected, actual)
         finally:
-            model.to(home)
-            del self._original
+            model.to(self._home)
+            del self._expected
 
-    def _judge(self, original: nn.Module, model: nn.Module, expected: _Run, actual: _Run) -> None:
-        dtypes = [tensor.dtype for tensor in (*original.parameters(), *expected.outputs.values())]
+    def _run(self, model: nn.Module) -> _Run:
+        def weigh(output: Tensor) -> Tensor:
+            """Of the original: random, so that no part of a gradient cancels. Then this rank's part of the same."""
+            if self._weights is None:
+                generator = torch.Generator().manual_seed(0)
+                self._weights = torch.randn(output.shape, generator=generator).to(output)
+            part = self._part(self._weights, output)
+            return (output * (self._weights if part is None else part)).sum()
+
+        return _run(model, self._args, self._kwargs, weigh)
+
+    def _judge(self, model: nn.Module, expected: _Run, actual: _Run) -> None:
+        dtypes = [*self._dtypes, *(output.dtype for output in expected.outputs.values())]
         bound = max((BOUNDS[dtype] for dtype in dtypes if dtype in BOUNDS), default=BOUNDS[torch.float32])
         gaps = self._output_gaps(expected, actual, bound)
         self._raise_together(list(expected.outputs), gaps, bound, self._output_sentence)
@@ -199,7 +212,9 @@ def _batch(model: Any, verify: Verify, size: int, *, cut: bool) -> tuple[tuple[A
         )
     generator = torch.Generator().manual_seed(0)
     length = 2 * size if cut else 2 * size + 1  # odd, unless sequences are split: that of a batch may be so too
-    return (), {"input_ids": torch.randint(vocabulary, (2, length), generator=generator), "use_cache": False}
+    names = ["input_ids", *(["decoder_input_ids"] if getattr(model.config, "is_encoder_decoder", False) else [])]
+    ids = {name: torch.randint(vocabulary, (2, length), generator=generator) for name in names}
+    return (), {**ids, "use_cache": False}
 
 
 def _run(model: nn.Module, args: Any, kwargs: Any, weigh: Callable[[Tensor], Tensor]) -> _Run:

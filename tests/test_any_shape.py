@@ -154,3 +154,23 @@ def _padding(family, heads, kv_heads):
 def test_padding_stays_zero_and_whole_state_dicts_go_in_and_out():
     assert all(padded > 0 for padded in run(4, _padding, "llama", 9, 3))
     run(4, _padding, "phi3", 6, 2)
+
+
+def _factored(path):
+    """Optimizer state of other shapes than the parameter's, as Adafactor (arXiv 1804.04235) keeps."""
+    model, optimizer = _train("llama", 9, 3, {"tensor_parallel_degree": 2}, 1)
+    name, (_, dim) = next(iter(arranged_parameters(model).items()))
+    state = optimizer.state[model.get_parameter(name)]
+    rows = model.get_parameter(name).shape[dim]
+    state["factor"] = torch.ones(1, rows + 1)
+    checkpoint.save(path / "columns-1", model=model, optimizer=optimizer)
+    state["factor"] = torch.zeros(1, rows + 1)
+    checkpoint.load(path / "columns-1", model=model, optimizer=optimizer)
+    assert torch.equal(optimizer.state[model.get_parameter(name)]["factor"], torch.ones(1, rows + 1))
+    optimizer.state[model.get_parameter(name)]["factor"] = torch.ones(rows, 1)
+    with pytest.raises(ValueError, match=rf"state.{name}.factor has the shape \({rows}, 1\)"):
+        checkpoint.save(path / "rows-1", model=model, optimizer=optimizer)
+
+
+def test_factored_optimizer_state_is_kept_as_it_is_or_refused(tmp_path):
+    run(2, _factored, tmp_path)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import fsdp_tp
-from tests import models
+from tests import families, models
 from tests.collectives import CollectiveCounter
 from tests.ranks import run
 
@@ -59,6 +60,23 @@ def test_tensor_axis_with_sequence_parallelism():
         ("reduce_scatter", "tensor"): 4 * LAYERS + 1,  # backward of the gather after the last norm
         ("all_reduce", "tensor"): LAYERS + 1 + 1,  # norms of each block, the final norm, the embedding
     }
+
+
+def _count_t5(layers):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    config = transformers.T5Config(**{**families.SIZES["t5"], "num_layers": 1}, num_decoder_layers=layers)
+    model = fsdp_tp.wrap(transformers.T5ForConditionalGeneration(config), mesh)
+    ids = models.batch()
+    families.sequence_to_sequence_loss(model, ids, None, None)
+    with CollectiveCounter(mesh) as counter:
+        families.sequence_to_sequence_loss(model, ids, None, None).backward()
+    return dict(counter.counts)
+
+
+def test_the_encoder_output_is_shared_by_all_decoder_layers():
+    """A decoder layer has three pairs of all-reduces, and none for the gradient of what the encoder returns."""
+    few, more = (_same_on_all(run(2, _count_t5, layers))[("all_reduce", "tensor")] for layers in (1, 3))
+    assert more - few == 2 * 6
 
 
 @pytest.mark.parametrize("micro_batches", [1, MICRO_BATCHES])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fsdp_tp
-from tests import models
+from tests import families, models
 from tests.ranks import run
 
 PLAN = {**models.TWO_LAYER_PLAN, "layers.0": "split_sequence", "position": "replicate"}
@@ -101,8 +101,22 @@ def test_a_wrong_plan_is_named():
     run(2, _wrong)
 
 
+def _encoder_decoder(sequence_parallel):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    fsdp_tp.parallelize(families.build("t5"), mesh, verify=True, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_decoder_gets_a_batch_of_its_own(sequence_parallel):
+    run(2, _encoder_decoder, sequence_parallel)
+
+
 def _refusals():
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2)
+    model = families.build("t5")
+    with pytest.raises(ValueError, match=r"verify=the given .* T5For.* fails on the batch \(input_ids\), before"):
+        fsdp_tp.parallelize(model, mesh, verify={"input_ids": models.batch()})
+    assert not any(isinstance(each, fsdp_tp.ColumnParallelLinear) for each in model.modules()), "left as it was"
     with pytest.raises(
         ValueError, match="verify=True must be True, of a Hugging Face model .* or a batch for TwoLayer"
     ):

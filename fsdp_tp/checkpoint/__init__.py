@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_tp.checkpoint.full import load_full_state_dict
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
-from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore
+from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore, whole_shape
 
 __all__ = ["latest", "load", "load_full_state_dict", "read_extra", "save"]
 
@@ -145,15 +145,27 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 def _convert(model: nn.Module, state: dict[str, Any], *, as_stored: bool) -> dict[str, Any]:
     """An optimizer's state between the order in which some parameters are stored and that of one process, which
-    a model's own state dict has already (:mod:`fsdp_tp.layers.canonical`)."""
-    parameters = dict(model.named_parameters())
+    a model's own state dict has already (:mod:`fsdp_tp.layers.canonical`).
+
+    Raises:
+        ValueError: an entry holds something for every stored row, but has not the parameter's shape.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     converted = dict(state)
     for name, (split, dim) in arranged_parameters(model).items():
+        like = parameters[name]
+        before = whole_shape(like, (split, dim)) if as_stored else like.shape
         for entry, value in state.items():
-            if not entry.startswith(f"state.{name}.") or not isinstance(value, Tensor) or not value.ndim:
+            if not entry.startswith(f"state.{name}.") or not isinstance(value, Tensor):
                 continue
-            like = parameters[name]
-            converted[entry] = arrange(value, split, dim, like) if as_stored else restore(value, split, dim)
+            if value.shape == before:
+                converted[entry] = arrange(value, split, dim, like) if as_stored else restore(value, split, dim)
+            elif before[dim] in value.shape:
+                raise ValueError(
+                    f"{entry} has the shape {tuple(value.shape)}, {name} has {tuple(like.shape)} and is stored in "
+                    f"another order along dim={dim}: of the optimizer's state only tensors of the parameter's own "
+                    "shape, or without that dim, can be saved and loaded in any layout (factored state cannot)"
+                )
     return converted
 
 

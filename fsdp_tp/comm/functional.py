@@ -38,10 +38,10 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
         ValueError: ``x`` is not this rank's chunk of ``size``.
     """
     ranks = group.size()
-    if size is not None and x.shape[dim] != chunk_of(size, ranks, group.rank())[1]:
+    if size is not None and x.shape[dim] != (length := chunk_of(size, ranks, group.rank())[1]):
         raise ValueError(
-            f"size={size}: rank {group.rank()} of {ranks} has {chunk_of(size, ranks, group.rank())[1]} of them, "
-            f"not {x.shape[dim]}"
+            f"x has size {x.shape[dim]} along dim={dim}, but rank {group.rank()} of {ranks} must pass its slice of "
+            f"size={size} as torch.chunk cuts it, which has size {length}"
         )
     if size is None or size % ranks == 0:
         gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))

@@ -33,7 +33,8 @@ class HeadLayout:
     @on_cpu
     def __init__(self, num_heads: int, num_kv_heads: int, ranks: int) -> None:
         if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+            legal = ", ".join(map(str, divisors(num_heads)))
+            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}; legal values: {legal}")
         self.num_heads, self.num_kv_heads, self.ranks = num_heads, num_kv_heads, ranks
         groups = num_heads // num_kv_heads
 

@@ -104,7 +104,8 @@ def _t5_stack(stack: Any, name: str, heads: Heads, *, is_last: bool) -> Plan:
     if stack.is_decoder:
         cross = f"{layer}1.EncDecAttention"
         parts.append(heads.attention(cross, stack.block[0].layer[1].EncDecAttention, ("q", "k", "v"), f"{cross}.o"))
-        parts.append(Plan(styles={}, shared_arguments={cross: ("key_value_states",)}))
+        # Once for all layers: one all-reduce of its gradient.
+        parts.append(Plan(styles={}, shared_arguments={name: ("encoder_hidden_states",)}))
         feed_forward = f"{layer}2.DenseReluDense"
     gated = hasattr(stack.block[0].layer[-1].DenseReluDense, "wi_0")
     styles = {f"{feed_forward}.{column}": "column" for column in (("wi_0", "wi_1") if gated else ("wi",))}

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_tp.config import divisors
 from fsdp_tp.modules import find_blocks
 from fsdp_tp.plans.rehearsal import Recording, Slices, rehearse
 from fsdp_tp.plans.suggest import suggestion
@@ -114,11 +115,19 @@ def _check_sizes(model: Any, columns: list[str], rows: list[str], size: int) -> 
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config, name, None)
         if isinstance(heads, int) and heads % size:
-            raise ValueError(f"tensor_parallel_degree={size} does not divide {name}={heads}")
+            raise ValueError(_does_not_divide(size, f"{name}={heads}", heads))
     for path in (*columns, *rows):
         name = "out_features" if path in columns else "in_features"
         if (features := getattr(model.get_submodule(path), name)) % size:
-            raise ValueError(f"tensor_parallel_degree={size} does not divide the {name}={features} of {path}")
+            raise ValueError(_does_not_divide(size, f"the {name}={features} of {path}", features))
+
+
+def _does_not_divide(size: int, what: str, number: int) -> str:
+    return (
+        f"tensor_parallel_degree={size} does not divide {what}; legal values: {', '.join(map(str, divisors(number)))}. "
+        "For another degree pass a dict plan that leaves these layers whole, or a fsdp_tp.plans.Plan with splits that "
+        "cut between heads"
+    )
 
 
 def _ends(model: Any) -> dict[str, str]:

@@ -23,7 +23,8 @@ class Plan:
     parameters: Mapping[str, tuple[Split, int]] = field(default_factory=dict)
     """Single parameters of modules that keep their own forward and see this rank's part: split and dim."""
     shared_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of ``shared_input`` modules: further arguments that their column layers read, whole on every rank."""
+    """Besides the inputs of ``shared_input`` modules: arguments that nothing but column layers inside reads, whole on
+    every rank."""
     own_heads: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
     """Arguments that hold something for every head, of which a rank needs that of its own: names, and indices."""
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -78,5 +78,5 @@ def test_interleaved_heads_are_those_of_their_groups():
 
 
 def test_head_counts_that_are_no_model():
-    with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=8"):
+    with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=8; legal values: 1, 2, 4, 8"):
         HeadLayout(8, 3, 2)
