@@ -117,12 +117,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
-class _GatherWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int | None, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group, size)
-
+class _GatherWeight(_GatherSequence):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))  # as in sum_gradients

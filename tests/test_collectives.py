@@ -57,8 +57,11 @@ def test_tensor_axis_with_sequence_parallelism():
     counts = _same_on_all(run(2, _count, {"tensor_parallel_degree": 2}, options, "llama", 1))
     assert counts == {
         ("all_gather", "tensor"): 4 * LAYERS + 1 + 1 + 1,  # after the last norm, the logits, backward of the split
-        ("reduce_scatter", "tensor"): 4 * LAYERS + 1,  # backward of the gather after the last norm
-        ("all_reduce", "tensor"): LAYERS + 1 + 1,  # norms of each block, the final norm, the embedding
+        ("reduce_scatter", "tensor"): 4 * LAYERS,  # the gathered last norm is whole for every reader
+        ("all_reduce", "tensor"): LAYERS
+        + 1
+        + 1
+        + 1,  # norms of each block, final norm, the head's input, the embedding
     }
 
 
