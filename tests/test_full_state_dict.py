@@ -21,7 +21,7 @@ LAYOUTS = [
     (2, {"tensor_parallel_degree": 2}),
     (3, {"tensor_parallel_degree": 3}),
     (8, {"tensor_parallel_degree": 4, "hybrid_shard_degree": 2}),
-    (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    (4, {"tensor_parallel_degree": 2}),
 ]
 
 
@@ -36,27 +36,26 @@ def _wrapped(degrees, **options):
     return fsdp_tp.wrap(model, mesh, **options)
 
 
-def _load(degrees, dtype):
+def _load(degrees):
     """Into a model that has computed already, whose root therefore holds gathered weights."""
     model = _wrapped(degrees)
     model(models.batch())
-    expected = _plain().to(dtype).state_dict()
-    checkpoint.load_full_state_dict(model, expected if dist.get_rank() == 0 else None)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    loaded = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(loaded[name], tensor.float()), name
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = _plain().to(dtype).state_dict()
+        checkpoint.load_full_state_dict(model, expected if dist.get_rank() == 0 else None)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        loaded = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(loaded[name], tensor.float()), name
     logits = _plain()(models.batch()).logits
-    if dtype == torch.float32:  # fp32, sums in another order
-        torch.testing.assert_close(model(models.batch()).logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(models.batch()).logits, logits, rtol=1e-4, atol=1e-5)  # sums in another order
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), LAYOUTS)
 def test_every_layout_gets_the_whole_weights_bit_for_bit(world_size, degrees):
-    """9 query and 3 key/value heads, uneven mlp and vocabulary, tied; from fp32 and from bf16."""
-    run(world_size, _load, degrees, torch.float32)
-    run(world_size, _load, degrees, torch.bfloat16)
+    """9 query and 3 key/value heads, uneven mlp and vocabulary, tied; from bf16 and from fp32."""
+    run(world_size, _load, degrees)
 
 
 def _one_name_of_two():

@@ -59,6 +59,15 @@ def _train(model, batches, clip, mean=float):
     return curve
 
 
+def _clip(parameters, max_norm):
+    """In fp64: over tensors of this size torch's norm in fp32 is off by 5e-5 on a CPU."""
+    gradients = [parameter.grad for parameter in parameters]
+    norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, max_norm / norm.item()))
+    return norm
+
+
 def _generate(model, prompt):
     with torch.no_grad():
         return model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
@@ -77,7 +86,7 @@ def reference():
     config = model.config
     continuation = _generate(model, prompt)
     start = time.monotonic()
-    curve = _train(model, batches, torch.nn.utils.clip_grad_norm_)
+    curve = _train(model, batches, _clip)
     losses = ", ".join(f"{loss:.4f}" for loss, _ in curve)
     print(f"\none process: {tokenizer.decode(continuation)!r}; {time.monotonic() - start:.0f} s, losses {losses}")
     assert curve[-2][0] < curve[0][0] - 0.5, "the reference did not learn: the curve proves nothing"
@@ -96,11 +105,11 @@ def _rank(degrees, config, prompt, batches):
     before = _peak()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    sizes = [parameter.numel() * 4 for parameter in model.parameters()]
     fsdp_tp.wrap(model, mesh)
     checkpoint.load_full_state_dict(model, _read().state_dict() if dist.get_rank() == 0 else None)
     grown = _peak() - before
     own = sum(parameter.to_local().numel() for parameter in model.parameters()) * 4
-    sizes = [parameter.numel() * 4 for parameter in model.parameters()]
     continuation = _generate(model, prompt)
     start = time.monotonic()
     curve = _train(
@@ -123,15 +132,17 @@ def test_real_weights_start_continue_and_train_as_in_one_process(reference, worl
         workers.stop()
     for rank, (its_continuation, its_curve, memory, seconds, peak) in enumerate(results):
         gaps = [[abs(a - b) / b for a, b in zip(*steps, strict=True)] for steps in zip(its_curve, curve, strict=True)]
+        losses, norms = zip(*gaps, strict=True)
         grown, own, largest, whole = memory
         print(
-            f"{degrees} rank {rank}: first loss {gaps[0][0]:.1e}, curve {max(gap for gap, _ in gaps):.1e}, norms "
-            f"{max(gap for _, gap in gaps):.1e}, {seconds:.0f} s; loading took {grown / MIB:.0f} MiB "
+            f"{degrees} rank {rank}: losses {losses[0]:.1e} to {max(losses):.1e}, gradient norms {norms[0]:.1e} to "
+            f"{max(norms):.1e}, {seconds:.0f} s; loading took {grown / MIB:.0f} MiB "
             f"for {own / MIB:.0f} of {whole / MIB:.0f}, peak {peak / MIB:.0f}"
         )
         assert its_continuation == continuation
-        assert gaps[0][0] < 1e-6  # fp32 rounds at 6e-8, and sums have another order
-        assert max(gap for gap, _ in gaps) < 1e-5
+        assert losses[0] < 1e-6  # fp32 rounds at 6e-8, and sums have another order
+        assert norms[0] < 1e-5  # behind a backward through thirty layers
+        assert max(losses) < 1e-5
         if rank > 0:
-            # One tensor whole, drawn or received; the slack is for what Python and gloo take beside it.
-            assert grown < own + largest + 64 * MIB < whole
+            # One tensor whole, drawn or received. The slack: 58 MiB were seen, the modelling code among them.
+            assert grown < own + largest + 96 * MIB < whole
