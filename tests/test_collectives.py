@@ -58,10 +58,7 @@ def test_tensor_axis_with_sequence_parallelism():
     assert counts == {
         ("all_gather", "tensor"): 4 * LAYERS + 1 + 1 + 1,  # after the last norm, the logits, backward of the split
         ("reduce_scatter", "tensor"): 4 * LAYERS,  # the gathered last norm is whole for every reader
-        ("all_reduce", "tensor"): LAYERS
-        + 1
-        + 1
-        + 1,  # norms of each block, final norm, the head's input, the embedding
+        ("all_reduce", "tensor"): LAYERS + 1 + 1 + 1,  # norms of a block, last norm, head's input, embedding
     }
 
 
