@@ -185,7 +185,7 @@ def test_bad_input_is_the_same_sentence_on_every_rank(tmp_path, text):
     (tmp_path / "broken.json").write_text('{"model_type": ')
     (tmp_path / "untyped.json").write_text("{}")
     (tmp_path / "unknown.json").write_text('{"model_type": "perceptron"}')
-    (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}')
+    (tmp_path / "gpt.json").write_text('{"model_type": "openai-gpt", "n_layer": 1, "n_embd": 16, "n_head": 2}')
     (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": "big"}')
     output = ["--output", tmp_path / "run"]
     good = ["--data", text, *output]
@@ -202,7 +202,10 @@ def test_bad_input_is_the_same_sentence_on_every_rank(tmp_path, text):
         ([*good, "--num-heads", 3], "num_heads=3 must divide hidden_size=32"),
         ([*good, "--tensor-parallel-degree", 3], "tensor_parallel_degree=3 does not divide the world of 2 ranks"),
         ([*good, "--global-batch-size", 7], "global_batch_size=7 must be a multiple of the 2 data ranks"),
-        ([*good, "--model", tmp_path / "gpt2.json", "--tensor-parallel-degree", 2], "plan='auto' does not know GPT2LM"),
+        (
+            [*good, "--model", tmp_path / "gpt.json", "--tensor-parallel-degree", 2],
+            "plan='auto' does not know OpenAIGPT",
+        ),
     ):
         run(2, _expect_value_error, arguments, sentence)
 
