@@ -53,6 +53,8 @@ FSDP_TP_EXPORT size_t fsdp_tp_segment_bytes(const fsdp_tp_segment* segment);
 // Removes the name of a FSDP_TP_NAMED segment; mappings stay.
 FSDP_TP_EXPORT void fsdp_tp_segment_unlink(fsdp_tp_segment* segment);
 FSDP_TP_EXPORT void fsdp_tp_segment_close(fsdp_tp_segment* segment);
+// About the last failure in this thread of a call that has no group.
+FSDP_TP_EXPORT const char* fsdp_tp_last_error(void);
 
 // --- A pool of shared memory in this process ----------------------------------------------------
 
@@ -92,8 +94,7 @@ FSDP_TP_EXPORT int fsdp_tp_all_gather(fsdp_tp_group* group, void* const* outs, c
 FSDP_TP_EXPORT int fsdp_tp_reduce_scatter(fsdp_tp_group* group, void* out, int out_dtype, const void* const* ins,
                                           size_t count, int dtype, int op, double factor);
 // In place.
-FSDP_TP_EXPORT int fsdp_tp_all_reduce(fsdp_tp_group* group, void* data, size_t count, int dtype, int op,
-                                      double factor);
+FSDP_TP_EXPORT int fsdp_tp_all_reduce(fsdp_tp_group* group, void* data, size_t count, int dtype, int op, double factor);
 // In place on `root`; elsewhere `data` stays.
 FSDP_TP_EXPORT int fsdp_tp_reduce_to(fsdp_tp_group* group, void* data, size_t count, int dtype, int op, double factor,
                                      int root);

@@ -1,0 +1,235 @@
+#include "shm/group.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "shm/failure.h"
+#include "shm/fsdp_tp_shm.h"
+
+namespace fsdp_tp {
+
+namespace {
+
+constexpr std::uint64_t kMagic = 0x66736470'74700001;  // "fsdp" "tp", layout 1
+// A slot should stay in a core's cache: what one rank stages, another reads soon after.
+constexpr std::size_t kDefaultSlotBytes = std::size_t{512} << 10;
+
+enum State : std::uint32_t { kAbsent, kJoined, kLeft };
+
+constexpr std::size_t align(std::size_t bytes) { return (bytes + 4095) & ~std::size_t{4095}; }
+
+std::size_t chosen_slot_bytes() {
+  const char* text = std::getenv("FSDP_TP_SLOT_BYTES");
+  const unsigned long long asked = text ? std::strtoull(text, nullptr, 10) : 0;
+  return asked >= 4096 ? align(asked) : kDefaultSlotBytes;
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+int open_process(int process) {
+#ifdef SYS_pidfd_open
+  return static_cast<int>(syscall(SYS_pidfd_open, process, 0));
+#else
+  return -1;
+#endif
+}
+
+}  // namespace
+
+struct Group::Header {
+  std::atomic<std::uint64_t> magic;  // set by rank 0 once the rest of the header is
+  std::uint32_t size;
+  std::uint64_t slot_bytes;
+  std::atomic<std::uint32_t> aborted;  // 0: no; 1: reason is being written; 2: reason is there
+  char reason[512];
+};
+
+// The segment: header | a line and a bell a rank | a card a rank | two slots a rank | a channel a pair.
+namespace {
+constexpr std::size_t kLines = 4096;
+std::size_t cards_at(int size) { return kLines + 2 * sizeof(Signal) * static_cast<std::size_t>(size); }
+std::size_t slots_at(int size) { return align(cards_at(size) + sizeof(Card) * static_cast<std::size_t>(size)); }
+std::size_t channels_at(int size, std::size_t slot_bytes) {
+  return slots_at(size) + 2 * slot_bytes * static_cast<std::size_t>(size);
+}
+}  // namespace
+
+std::size_t Group::segment_bytes(int size) {
+  return channels_at(size, chosen_slot_bytes()) + kChannelBytes * static_cast<std::size_t>(size) * size;
+}
+
+Group::Header& Group::header() const {
+  static_assert(sizeof(Header) <= kLines);
+  return *reinterpret_cast<Header*>(at(0));
+}
+Signal& Group::line(int rank) const {
+  return *reinterpret_cast<Signal*>(at(kLines + sizeof(Signal) * static_cast<std::size_t>(rank)));
+}
+Signal& Group::bell(int rank) const { return line(size_ + rank); }
+Card& Group::card(int rank) const {
+  return *reinterpret_cast<Card*>(at(cards_at(size_) + sizeof(Card) * static_cast<std::size_t>(rank)));
+}
+std::byte* Group::slot(int rank, std::uint32_t step) const {
+  return at(slots_at(size_) + slot_bytes_ * (2 * static_cast<std::size_t>(rank) + step % 2));
+}
+std::byte* Group::channel(int from, int to) const {
+  const auto index = static_cast<std::size_t>(from) * static_cast<std::size_t>(size_) + static_cast<std::size_t>(to);
+  return at(channels_at(size_, slot_bytes_) + kChannelBytes * index);
+}
+
+Group::Group(std::shared_ptr<Segment> segment, int rank, int size, double timeout)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      size_(size),
+      timeout_(timeout),
+      shared_cores_(size > usable_cores()),
+      processes_(static_cast<std::size_t>(size), -1) {
+  try {
+    join();
+  } catch (...) {
+    for (const int process : processes_) {
+      if (process >= 0) close(process);
+    }
+    throw;
+  }
+}
+
+void Group::join() {
+  Header& head = header();
+  const auto start = Clock::now();
+  if (rank_ == 0) {
+    head.size = static_cast<std::uint32_t>(size_);
+    head.slot_bytes = chosen_slot_bytes();
+    head.magic.store(kMagic, std::memory_order_release);
+  }
+  // Everything is zero in a new segment, so nobody needs to wait for rank 0 to be able to sleep here.
+  for (Backoff backoff(true); head.magic.load(std::memory_order_acquire) != kMagic;) {
+    if (backoff.pause(line(rank_), 0)) check(-1, start);
+  }
+  slot_bytes_ = head.slot_bytes;
+  if (head.size != static_cast<std::uint32_t>(size_) ||
+      channels_at(size_, slot_bytes_) + kChannelBytes * static_cast<std::size_t>(size_) * size_ > segment_->bytes()) {
+    throw Failure{FSDP_TP_BAD_ARGUMENT, "the segment was made for a group of " + std::to_string(head.size) +
+                                            " ranks, not of " + std::to_string(size_)};
+  }
+  card(rank_).process.store(getpid(), std::memory_order_relaxed);
+  card(rank_).state.store(kJoined, std::memory_order_release);
+  publish(next_step());
+  wait_for_all(step_);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != rank_) processes_[static_cast<std::size_t>(peer)] = open_process(card(peer).process);
+  }
+}
+
+Group::~Group() {
+  card(rank_).state.store(kLeft, std::memory_order_release);
+  line(rank_).wake();
+  bell(rank_).wake();
+  for (const int process : processes_) {
+    if (process >= 0) close(process);
+  }
+}
+
+void Group::acquire(std::uint32_t step) { wait_for_all(step - 1); }
+
+void Group::publish(std::uint32_t step) { line(rank_).set(step); }
+
+void Group::wait_for_all(std::uint32_t step) {
+  if (reached(all_at_, step)) return;
+  for (int offset = 1; offset < size_; ++offset) wait_for((rank_ + offset) % size_, step);
+  all_at_ = step;
+}
+
+void Group::wait_for(int rank, std::uint32_t step) {
+  Signal& signal = line(rank);
+  std::uint32_t seen = signal.value.load(std::memory_order_acquire);
+  if (reached(seen, step)) return;
+  const auto start = Clock::now();
+  Backoff backoff(shared_cores_);
+  do {
+    if (backoff.pause(signal, seen)) {
+      try {
+        check(rank, start);
+      } catch (const Failure&) {
+        // It may have published this step as the last thing it did.
+        if (reached(signal.value.load(std::memory_order_acquire), step)) return;
+        throw;
+      }
+    }
+    seen = signal.value.load(std::memory_order_acquire);
+  } while (!reached(seen, step));
+}
+
+bool Group::has_ended(int rank) const {
+  pollfd entry{processes_[static_cast<std::size_t>(rank)], POLLIN, 0};
+  return entry.fd >= 0 && poll(&entry, 1, 0) == 1;
+}
+
+std::string Group::who(int rank) const {
+  const int process = card(rank).process.load(std::memory_order_relaxed);
+  return "rank " + std::to_string(rank) + (process ? " (process " + std::to_string(process) + ")" : "");
+}
+
+void Group::check(int rank, Clock::time_point start) {
+  throw_if_aborted();
+  const std::string prefix = std::string(operation_) + ": ";
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || (rank >= 0 && peer != rank)) continue;
+    if (has_ended(peer)) throw Failure{FSDP_TP_PEER_DIED, prefix + who(peer) + " has ended"};
+    if (card(peer).state.load(std::memory_order_acquire) == kLeft && rank >= 0) {
+      throw Failure{FSDP_TP_PEER_DIED, prefix + who(peer) + " has left the group"};
+    }
+  }
+  const std::chrono::duration<double> waited = Clock::now() - start;
+  if (waited.count() < timeout_) return;
+  std::string late;
+  if (rank >= 0) {
+    late = who(rank);
+  } else {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      if (card(peer).state.load(std::memory_order_acquire) != kJoined) late += (late.empty() ? "" : ", ") + who(peer);
+    }
+    if (late.empty()) late = "no rank";
+  }
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%g", timeout_);
+  throw Failure{FSDP_TP_TIMEOUT,
+                prefix + late + " did not come within " + seconds + " s; it is stopped, or it is doing something else"};
+}
+
+void Group::throw_if_aborted() {
+  Header& head = header();
+  std::uint32_t state = head.aborted.load(std::memory_order_acquire);
+  if (state == 0) return;
+  // Whoever wrote 1 writes the reason at once; if it dies in between, go without.
+  for (int round = 0; state != 2 && round < 1000; ++round) {
+    sched_yield();
+    state = head.aborted.load(std::memory_order_acquire);
+  }
+  throw Failure{FSDP_TP_ABORTED,
+                std::string(operation_) + ": the group was given up: " + (state == 2 ? head.reason : "reason unknown")};
+}
+
+void Group::abort(const std::string& reason) {
+  Header& head = header();
+  std::uint32_t expected = 0;
+  if (head.aborted.compare_exchange_strong(expected, 1)) {
+    std::snprintf(head.reason, sizeof head.reason, "rank %d: %s", rank_, reason.c_str());
+    head.aborted.store(2, std::memory_order_release);
+  }
+  for (int peer = 0; peer < 2 * size_; ++peer) line(peer).wake();  // lines and bells
+}
+
+}  // namespace fsdp_tp

@@ -1,0 +1,216 @@
+// Collectives that move bytes and compute nothing.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "shm/collectives.h"
+#include "shm/failure.h"
+#include "shm/fsdp_tp_shm.h"
+#include "shm/pieces.h"
+
+namespace fsdp_tp {
+
+namespace {
+
+void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (to != from && bytes > 0) std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+void barrier(Group& group) {
+  const std::uint32_t step = group.next_step();
+  group.publish(step);
+  group.wait_for_all(step);
+}
+
+void all_gather(Group& group, void* const* outs, const void* in, std::size_t bytes) {
+  const int self = group.rank();
+  const auto* const from = bytes_of(in);
+  auto* const own = bytes_of(outs[self]);
+  const std::size_t slot = group.slot_bytes();
+  for (std::size_t offset = 0; offset < bytes; offset += slot) {
+    const std::size_t length = std::min(slot, bytes - offset);
+    const std::uint32_t step = group.next_step();
+    group.acquire(step);
+    std::memcpy(group.slot(self, step), from + offset, length);
+    // Offered beside the first of several slots: if all lie in pools, the rest needs no slots.
+    bool direct = offset == 0 && bytes > 2 * slot;
+    if (direct) {
+      const Place place = pool_find(in, bytes);
+      direct = place.segment[0] != '\0';
+      group.card(self).place[step % 2] = place;
+    }
+    group.publish(step);
+    copy(own + offset, from + offset, length);
+    for (int distance = 1; distance < group.size(); ++distance) {
+      const int peer = (self + distance) % group.size();
+      group.wait_for(peer, step);
+      std::memcpy(bytes_of(outs[peer]) + offset, group.slot(peer, step), length);
+      direct = direct && group.card(peer).place[step % 2].segment[0] != '\0';
+    }
+    if (!direct) continue;
+    for (int distance = 1; distance < group.size(); ++distance) {
+      const int peer = (self + distance) % group.size();
+      const std::byte* const there = group.attachments.resolve(group.card(peer).place[step % 2]);
+      std::memcpy(bytes_of(outs[peer]) + length, there + length, bytes - length);
+    }
+    copy(own + length, from + length, bytes - length);
+    barrier(group);  // nobody reads `in` any more
+    return;
+  }
+}
+
+void broadcast(Group& group, void* data, std::size_t bytes, int root) {
+  const std::size_t slot = group.slot_bytes();
+  for (std::size_t offset = 0; offset < bytes; offset += slot) {
+    const std::size_t length = std::min(slot, bytes - offset);
+    const std::uint32_t step = group.next_step();
+    if (group.rank() == root) {
+      group.acquire(step);
+      std::memcpy(group.slot(root, step), bytes_of(data) + offset, length);
+      group.publish(step);
+    } else {
+      group.publish(step);
+      group.wait_for(root, step);
+      std::memcpy(bytes_of(data) + offset, group.slot(root, step), length);
+    }
+  }
+}
+
+void gather(Group& group, void* const* outs, const void* in, std::size_t bytes, int root) {
+  const int self = group.rank();
+  const std::size_t slot = group.slot_bytes();
+  for (std::size_t offset = 0; offset < bytes; offset += slot) {
+    const std::size_t length = std::min(slot, bytes - offset);
+    const std::uint32_t step = group.next_step();
+    if (self != root) {
+      group.acquire(step);
+      std::memcpy(group.slot(self, step), bytes_of(in) + offset, length);
+      group.publish(step);
+      continue;
+    }
+    group.publish(step);
+    copy(bytes_of(outs[self]) + offset, bytes_of(in) + offset, length);
+    for (int distance = 1; distance < group.size(); ++distance) {
+      const int peer = (self + distance) % group.size();
+      group.wait_for(peer, step);
+      std::memcpy(bytes_of(outs[peer]) + offset, group.slot(peer, step), length);
+    }
+  }
+}
+
+void scatter(Group& group, void* out, const void* const* ins, std::size_t bytes, int root) {
+  const int self = group.rank();
+  const std::size_t piece = piece_bytes(group);
+  for (std::size_t offset = 0; offset < bytes; offset += piece) {
+    const std::size_t length = std::min(piece, bytes - offset);
+    const std::uint32_t step = group.next_step();
+    if (self != root) {
+      group.publish(step);
+      group.wait_for(root, step);
+      std::memcpy(bytes_of(out) + offset, group.slot(root, step) + piece_at(root, self, piece), length);
+      continue;
+    }
+    group.acquire(step);
+    for (int peer = 0; peer < group.size(); ++peer) {
+      if (peer == self) continue;
+      std::memcpy(group.slot(self, step) + piece_at(self, peer, piece), bytes_of(ins[peer]) + offset, length);
+    }
+    group.publish(step);
+    copy(bytes_of(out) + offset, bytes_of(ins[self]) + offset, length);
+  }
+}
+
+void all_to_all(Group& group, void* const* outs, const std::size_t* out_bytes, const void* const* ins,
+                const std::size_t* in_bytes) {
+  const int self = group.rank();
+  const std::size_t piece = piece_bytes(group);
+  std::size_t longest = 0;  // between any two ranks, known after the first step
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer != self) longest = std::max({longest, in_bytes[peer], out_bytes[peer]});
+  }
+  if (in_bytes[self] != out_bytes[self]) {
+    throw Failure{FSDP_TP_BAD_ARGUMENT, "all_to_all: this rank sends itself " + std::to_string(in_bytes[self]) +
+                                            " bytes and expects " + std::to_string(out_bytes[self])};
+  }
+  copy(bytes_of(outs[self]), bytes_of(ins[self]), in_bytes[self]);
+  std::size_t offset = 0;
+  do {
+    const std::uint32_t step = group.next_step();
+    group.acquire(step);
+    group.card(self).number[step % 2] = longest;
+    for (int peer = 0; peer < group.size(); ++peer) {
+      if (peer == self || in_bytes[peer] <= offset) continue;
+      std::memcpy(group.slot(self, step) + piece_at(self, peer, piece), bytes_of(ins[peer]) + offset,
+                  std::min(piece, in_bytes[peer] - offset));
+    }
+    group.publish(step);
+    for (int distance = 1; distance < group.size(); ++distance) {
+      const int peer = (self + distance) % group.size();
+      group.wait_for(peer, step);
+      longest = std::max<std::size_t>(longest, group.card(peer).number[step % 2]);
+      if (out_bytes[peer] <= offset) continue;
+      std::memcpy(bytes_of(outs[peer]) + offset, group.slot(peer, step) + piece_at(peer, self, piece),
+                  std::min(piece, out_bytes[peer] - offset));
+    }
+    offset += piece;
+  } while (offset < longest);
+}
+
+std::shared_ptr<Segment> map_together(Group& group, std::size_t bytes) {
+  std::shared_ptr<Segment> segment;
+  std::string problem;
+  const auto attempt = [&](auto&& make) {
+    try {
+      segment = make();
+      segment->prefault();
+    } catch (const Failure& failure) {
+      segment.reset();
+      problem = failure.message;
+    }
+  };
+  if (group.rank() == 0) attempt([&] { return Segment::create(bytes, group.segment_kind()); });
+  std::uint32_t step = group.next_step();
+  group.acquire(step);
+  std::snprintf(group.card(group.rank()).text[step % 2], sizeof Card::text[0], "%s",
+                segment ? segment->handle().c_str() : "");
+  group.publish(step);
+  group.wait_for_all(step);
+  const std::string handle = group.card(0).text[step % 2];
+  if (group.rank() != 0 && !handle.empty()) attempt([&] { return Segment::attach(handle); });
+  step = group.next_step();
+  group.acquire(step);
+  std::snprintf(group.card(group.rank()).text[step % 2], sizeof Card::text[0], "%s", problem.c_str());
+  group.publish(step);
+  group.wait_for_all(step);
+  if (group.rank() == 0 && segment) segment->unlink();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (const std::string text = group.card(rank).text[step % 2]; !text.empty()) {
+      throw Failure{FSDP_TP_SYSTEM,
+                    "mapping " + std::to_string(bytes) + " bytes: rank " + std::to_string(rank) + ": " + text, true};
+    }
+  }
+  return segment;
+}
+
+void compare_calls(Group& group, const std::string& call) {
+  const std::uint32_t step = group.next_step();
+  group.acquire(step);
+  std::snprintf(group.card(group.rank()).text[step % 2], sizeof Card::text[0], "%s", call.c_str());
+  group.publish(step);
+  group.wait_for_all(step);
+  const std::string own = group.card(group.rank()).text[step % 2];
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const std::string other = group.card(rank).text[step % 2];
+    if (other == own) continue;
+    throw Failure{FSDP_TP_MISMATCH,
+                  "ranks called different collectives: rank " + std::to_string(group.rank()) + " " + own + ", rank " +
+                      std::to_string(rank) + " " + other,
+                  true};
+  }
+}
+
+}  // namespace fsdp_tp

@@ -1,0 +1,38 @@
+// Shared memory that a process allocates from for itself, and where its peers find it.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "shm/segment.h"
+
+namespace fsdp_tp {
+
+// Where a buffer lies, for another process; a plain value that shared memory can hold.
+struct Place {
+  char segment[96];  // the handle; empty: in no pool
+  std::uint64_t offset;
+};
+
+// Of this process. What is freed is kept for the next allocation: neither its pages nor what peers have
+// attached must be made again.
+void* pool_allocate(std::size_t bytes);
+void pool_free(void* data);
+// Of data[0:bytes], if all of it lies in one allocation of the pool.
+Place pool_find(const void* data, std::size_t bytes);
+
+// The pools of other processes, mapped when they are first met.
+class Attachments {
+ public:
+  const std::byte* resolve(const Place& place);
+
+ private:
+  std::map<std::string, std::shared_ptr<Segment>> segments_;
+};
+
+}  // namespace fsdp_tp
