@@ -16,7 +16,7 @@ from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.attention import ParallelAttention
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
-from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
+from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.hugging_face import split_labels_loss
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -25,7 +25,8 @@ from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.methods import support_generate
-from fsdp_tp.modules import find_blocks, require_no_optimizer
+from fsdp_tp.modules import find_blocks, is_conv1d, require_no_optimizer
+from fsdp_tp.paths import is_within, join_path
 from fsdp_tp.plans import Plan, auto_plan, check_plan, families, match, match_plan
 from fsdp_tp.plans.parts import expert_parts
 from fsdp_tp.plans.weights import (
@@ -33,8 +34,6 @@ from fsdp_tp.plans.weights import (
     check_every_gradient_is_known,
     check_ties,
     is_inside_shared_input,
-    is_within,
-    join_path,
     whole_style,
 )
 from fsdp_tp.verify import Verification, Verify
