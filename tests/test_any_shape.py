@@ -12,6 +12,7 @@ import torch
 
 import fsdp_tp
 from fsdp_tp import checkpoint
+from fsdp_tp.layers import canonical
 from fsdp_tp.layers.canonical import arranged_parameters
 from fsdp_tp.layers.split import ZERO
 from fsdp_tp.parity import assert_parity
@@ -160,6 +161,23 @@ def _padding(family, heads, kv_heads):
 def test_padding_stays_zero_and_whole_state_dicts_go_in_and_out():
     assert all(padded > 0 for padded in run(4, _padding, "llama", 9, 3))
     run(4, _padding, "phi3", 6, 2)
+
+
+def _gathers(path):
+    """The weights that a load gathers: with momentum and variance three a parameter, to store what it read."""
+    model, optimizer = _train("llama", 9, 3, {"tensor_parallel_degree": 2}, 1)
+    checkpoint.save(path / "step-1", model=model, optimizer=optimizer)
+    gathered = []
+    with pytest.MonkeyPatch.context() as patch:
+        whole = canonical._whole
+        patch.setattr(canonical, "_whole", lambda tensor: gathered.append(tensor) or whole(tensor))
+        checkpoint.load(path / "step-1", model=model, optimizer=optimizer)
+    return len(gathered), 3 * len(arranged_parameters(model))
+
+
+def test_a_load_gathers_nothing_only_to_learn_its_shape(tmp_path):
+    for gathered, expected in run(2, _gathers, tmp_path):
+        assert gathered == expected > 0
 
 
 def _factored(path):
