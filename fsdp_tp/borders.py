@@ -16,7 +16,7 @@ from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.front import transform_argument, transform_first_argument, transform_output
 from fsdp_tp.layers.linear import ColumnParallelLinear
 from fsdp_tp.layers.mlp import ParallelMLP
-from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength
+from fsdp_tp.layers.sequence import SEQUENCE_DIM, SequenceLength, enter_tensor_axis
 from fsdp_tp.plans import Plan, match
 
 _GATHERING = (ColumnParallelLinear, Dropout, ParallelAttention, ParallelMLP, VocabParallelEmbedding)
@@ -57,9 +57,7 @@ def _insert_by_style(
                 module.sequence_length = length
 
     def enter(x: Tensor) -> Tensor:
-        if sequence_parallel:
-            return regions.gather_sequence(x, SEQUENCE_DIM, group, length.of(x, group))
-        return regions.copy_to_tensor_axis(x, group)
+        return enter_tensor_axis(x, group, sequence_parallel=sequence_parallel, length=length)
 
     def split(x: Tensor) -> Tensor:
         length.note(x)

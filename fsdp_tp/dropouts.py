@@ -19,6 +19,7 @@ from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.split import ZERO, Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.modules import find_blocks
+from fsdp_tp.paths import lineage
 
 _ATTENTION = "fsdp_tp"
 _OF_ATTENTION = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
@@ -43,7 +44,7 @@ def place_dropouts(
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) is not nn.Dropout or module.p == 0:
             continue
-        ancestors = _ancestors(path)  # the nearest first
+        ancestors = lineage(path)[1:]  # the nearest first
         rows = next((found for each in ancestors if (found := _rows(model.get_submodule(each)))), [])
         in_block = any(ancestor in blocks for ancestor in ancestors)
         new: Dropout
@@ -73,12 +74,6 @@ def place_dropouts(
             "from those of one process; on whole activations they must agree, so seed the ranks of a tensor axis alike",
             stacklevel=3,
         )
-
-
-def _ancestors(path: str) -> list[str]:
-    """``a.b.c`` -> ``[a.b, a, ""]``."""
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)]
 
 
 def _rows(module: nn.Module) -> list[RowParallelLinear]:

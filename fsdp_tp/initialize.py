@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_tp.layers.canonical import arrangement_of, own_part_of, whole_shape
+from fsdp_tp.paths import is_within, join_path
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _UNSET = (
@@ -82,7 +83,7 @@ def initialize(model: nn.Module, *, seed: int = 0) -> nn.Module:
             _initialize_module(module, path, own, initializer, seed)
         unset = [name for name, buffer in module._buffers.items() if buffer is not None and is_unset(buffer)]
         if unset or (own and initializer is None):
-            raise ValueError(_UNSET.format(f"{path}.{[*own, *unset][0]}".lstrip("."), type(module).__name__))
+            raise ValueError(_UNSET.format(join_path(path, [*own, *unset][0]), type(module).__name__))
     return model
 
 
@@ -109,13 +110,13 @@ def _initialize_module(module: nn.Module, path: str, own: dict[str, nn.Parameter
         module._parameters.update(tables)
     for name, parameter in own.items():
         if is_unset(whole[name]):
-            raise ValueError(_UNSET.format(f"{path}.{name}".lstrip("."), type(module).__name__))
+            raise ValueError(_UNSET.format(join_path(path, name), type(module).__name__))
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         local.copy_(own_part_of(whole[name].data, parameter, arrangement_of(module, name)))
 
 
 def _initializer(module: nn.Module, path: str, hugging_face: dict[str, nn.Module]) -> Any:
-    owners = [owner for owner in hugging_face if owner == "" or path == owner or path.startswith(f"{owner}.")]
+    owners = [owner for owner in hugging_face if is_within(path, owner)]
     if owners:
         init_weights: Any = hugging_face[max(owners, key=len)]._init_weights
         return lambda: init_weights(module)

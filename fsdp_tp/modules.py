@@ -1,4 +1,4 @@
-"""Questions that several parts ask about a model: its blocks, and who already holds its parameters."""
+"""Questions that several parts ask about a model: its blocks, kinds of modules, who already holds its parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 
 import torch
 from torch import nn
+
+from fsdp_tp.paths import join_path
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward, so cannot be blocks themselves
 _CONTAINERS = (*_LISTS, nn.Sequential)
@@ -18,7 +20,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
+            child_path = join_path(path, name)
             in_container = isinstance(module, _CONTAINERS)
             is_block = in_container and any(True for _ in child.children()) and not isinstance(child, _LISTS)
             if is_block and any(True for _ in child.parameters()):
@@ -28,6 +30,17 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     visit(model, "")
     return blocks
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the name of its class says that it norms each token by itself."""
+    name = type(module).__name__.lower()
+    return "norm" in name and not any(kind in name for kind in ("batch", "group", "instance"))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' ``Conv1D``, a linear layer that stores its weight transposed; imports nothing."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def require_no_optimizer(model: nn.Module, step: str) -> None:

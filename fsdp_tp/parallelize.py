@@ -16,7 +16,7 @@ from fsdp_tp.inputs import check_first_inputs
 from fsdp_tp.layers.attention import ParallelAttention
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.canonical import accept_whole_tensors, place_split
-from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D, is_conv1d
+from fsdp_tp.layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from fsdp_tp.layers.embedding import VocabParallelEmbedding
 from fsdp_tp.layers.hugging_face import split_labels_loss
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -25,7 +25,8 @@ from fsdp_tp.layers.parameter import place_parameter
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.methods import support_generate
-from fsdp_tp.modules import find_blocks, require_no_optimizer
+from fsdp_tp.modules import find_blocks, is_conv1d, require_no_optimizer
+from fsdp_tp.paths import is_within, join_path
 from fsdp_tp.plans import Plan, auto_plan, check_plan, families, match, match_plan
 from fsdp_tp.plans.parts import expert_parts
 from fsdp_tp.plans.weights import (
@@ -33,8 +34,6 @@ from fsdp_tp.plans.weights import (
     check_every_gradient_is_known,
     check_ties,
     is_inside_shared_input,
-    is_within,
-    join_path,
     whole_style,
 )
 from fsdp_tp.verify import Verification, Verify
@@ -122,27 +121,11 @@ def parallelize(
         parts |= expert_parts(path, model.get_submodule(path), mesh.tensor_size)
     styles = check_plan(model, styles, splits=splits, ranks=mesh.tensor_size, proven=proven)
     check_every_gradient_is_known(model, styles, parts, sequence_parallel)
-
     check_ties(model, styles, parts)
     norms = _norms_over_heads(model, styles, splits, mesh.tensor_size)
     verification = Verification(model, mesh, verify, styles, cut=sequence_parallel) if verify is not False else None
 
-    # All layers are built before the first takes its place: an error leaves the model as it was.
-    layers = {}
-    for path, style in styles.items():
-        if style in SPLIT_STYLES:
-            module = model.get_submodule(path)
-            try:
-                layers[module] = _split_layer(
-                    module, path, styles, mesh, sequence_parallel, loss_parallel, splits.get(path)
-                )
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
-    tied = _tie(layers)
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if module in layers:
-            model.set_submodule(path, layers[module])
-
+    tied = _replace_layers(model, styles, splits, mesh, sequence_parallel, loss_parallel)
     for norm, split in norms.items():
         split_rms_norm(norm, split, mesh.tensor)
     _bind_the_rest(model, styles, parts, mesh, tied, sequence_parallel=sequence_parallel)
@@ -154,11 +137,10 @@ def parallelize(
     check_first_inputs(model, mesh.tensor.get_group(), mesh.device)
     heads = [layer for path, layer in model.named_modules() if styles.get(path) == "column_gather"]
     support_generate(model, mesh, heads if loss_parallel else [])
-    if loss_parallel:
-        if "column_gather" not in styles.values():
-            warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)
-        else:
-            split_labels_loss(model, mesh)
+    if loss_parallel and heads:
+        split_labels_loss(model, mesh)
+    elif loss_parallel:
+        warnings.warn("loss_parallel=True has no effect: no layer of the plan is column_gather", stacklevel=2)
     return model
 
 
@@ -183,6 +165,33 @@ def _norms_over_heads(
             raise ValueError(f"{path}: {error}") from error
         norms[norm] = split
     return norms
+
+
+def _replace_layers(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    splits: Mapping[str, Split],
+    mesh: ParallelMesh,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Returns the part that each parameter became. All layers are built before the first takes its place: an error
+    leaves the model as it was."""
+    layers = {}
+    for path, style in styles.items():
+        if style in SPLIT_STYLES:
+            module = model.get_submodule(path)
+            try:
+                layers[module] = _split_layer(
+                    module, path, styles, mesh, sequence_parallel, loss_parallel, splits.get(path)
+                )
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+    tied = _tie(layers)
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in layers:
+            model.set_submodule(path, layers[module])
+    return tied
 
 
 def _split_layer(

@@ -23,6 +23,7 @@ from fsdp_tp.comm.functional import all_reduce
 from fsdp_tp.layers.canonical import arranged_parameters, own_part_of
 from fsdp_tp.locate import Rows, first_floating, locate
 from fsdp_tp.mesh import ParallelMesh
+from fsdp_tp.paths import parent_of
 
 Verify = bool | Sequence[Any] | Mapping[str, Any]
 
@@ -180,8 +181,7 @@ class Verification:
         )
 
     def _gradient_sentence(self, name: str) -> str:
-        path, _, _ = name.rpartition(".")
-        style = self._styles.get(name) or self._styles.get(path)
+        style = self._styles.get(name) or self._styles.get(parent_of(name))
         return (
             f"all outputs agree, but the gradient of {name}"
             + (f" (style {style!r})" if style else "")

@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_workers() -> Iterator[None]:
+    gc.freeze()  # what is imported by now: the search for optimizers goes through the rest, a few times a test
     yield
     ranks.stop()
 

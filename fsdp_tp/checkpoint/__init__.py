@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_tp.checkpoint.full import load_full_state_dict
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
-from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore, whole_shape
+from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore, whole_shape, without_values
 
 __all__ = ["latest", "load", "load_full_state_dict", "read_extra", "save"]
 
@@ -90,7 +90,8 @@ def load(
     """
     path = Path(path)
     extra = read_extra(path)
-    state = _state(model, optimizer)
+    with without_values():  # all of them come from the checkpoint
+        state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     if optimizer is not None:

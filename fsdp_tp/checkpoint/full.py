@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
 from fsdp_tp.layers.canonical import arrangement_of, own_part_of, whole_shape
 from fsdp_tp.layers.split import Split
+from fsdp_tp.paths import join_path
 
 
 @torch.no_grad()
@@ -77,7 +78,7 @@ def _entries(model: nn.Module) -> dict[int, _Entry]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _own_tensors(module):
             entry = entries.setdefault(id(tensor), _Entry([], tensor, arrangement_of(module, name)))
-            entry.names.append(f"{path}.{name}" if path else name)
+            entry.names.append(join_path(path, name))
     return entries
 
 

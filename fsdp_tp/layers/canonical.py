@@ -2,11 +2,15 @@
 
 Such a parameter (:mod:`fsdp_tp.layers.split`) leaves a state dict, and enters through one, as the DTensor that
 it would be if it were stored as it is: global shape, order and name of the plain model, no padding. Making
-it gathers this one parameter; every rank must join, as for every sharded state dict.
+it gathers this one parameter; every rank must join, as for every sharded state dict. A state dict that is to be
+loaded into needs no values (:func:`without_values`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_tp.layers.parameter import from_local, own_part, place_parameter
 from fsdp_tp.layers.split import Split
+from fsdp_tp.paths import join_path
+
+_WITHOUT_VALUES = ContextVar("without_values", default=False)
 
 
 def place_split(module: nn.Module, name: str, split: Split, dim: int, axis: DeviceMesh) -> None:
@@ -42,7 +49,7 @@ def arrangement_of(module: nn.Module, name: str) -> tuple[Split, int] | None:
 def arranged_parameters(model: nn.Module) -> dict[str, tuple[Split, int]]:
     """All such parameters of ``model``, under every name that they have."""
     return {
-        f"{path}.{name}" if path else name: arrangement
+        join_path(path, name): arrangement
         for path, module in model.named_modules(remove_duplicate=False)
         for name, arrangement in getattr(module, "_arranged", {}).items()
     }
@@ -65,11 +72,21 @@ def restore(stored: Tensor, split: Split, dim: int) -> Tensor:
     """A parameter, gradient or optimizer state as one process would have it, sharded the same way."""
     if not isinstance(stored, DTensor):
         return split.restore(stored, dim)
-    shape = list(stored.shape)
-    shape[dim] = split.size
-    if stored.is_meta:
-        return _distribute(torch.empty(shape, dtype=stored.dtype, device="meta"), stored)
+    if stored.is_meta or _WITHOUT_VALUES.get():
+        whole = torch.empty(whole_shape(stored, (split, dim)), dtype=stored.dtype, device="meta")
+        local = torch.empty_like(own_part(whole, stored), device=stored.device)
+        return from_local(local, stored.device_mesh, stored.placements, whole)
     return _distribute(split.restore(_whole(stored), dim), stored)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """While entered, :func:`restore` gives memory of the right shape, with no values and no communication."""
+    token = _WITHOUT_VALUES.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_VALUES.reset(token)
 
 
 def arrange(whole: Tensor, split: Split, dim: int, like: Tensor) -> Tensor:

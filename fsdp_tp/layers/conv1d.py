@@ -5,16 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.mesh import ParallelMesh
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Without an import of transformers."""
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 class ColumnParallelConv1D(ColumnParallelLinear):

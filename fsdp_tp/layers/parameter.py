@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_tp.comm.functional import chunk_of
 from fsdp_tp.mesh import ParallelMesh
+from fsdp_tp.modules import is_conv1d
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -93,12 +94,11 @@ def to_local(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=parameter.placements)
 
 
-_AS_LINEAR = ("transformers.pytorch_utils.Conv1D", "transformers.models.falcon.modeling_falcon.FalconLinear")
-"""Classes whose forward is that of ``nn.Linear``, the weight perhaps transposed."""
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _computes_as_linear(module: nn.Module) -> bool:
+    """Whether it is of another class whose forward is that of ``nn.Linear``, the weight perhaps transposed."""
+    cls = type(module)
+    falcon = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
+    return is_conv1d(module) or (cls.__module__, cls.__name__) == falcon
 
 
 def shell_of(cls: type[Layer], original: nn.Module, expected: type[nn.Module]) -> Layer:
@@ -108,7 +108,7 @@ def shell_of(cls: type[Layer], original: nn.Module, expected: type[nn.Module]) -
         ValueError: ``original`` is of another class than ``expected``, subclasses included:
             their forward may differ.
     """
-    if type(original) is not expected and _full_name(type(original)) not in _AS_LINEAR:
+    if type(original) is not expected and not _computes_as_linear(original):
         raise ValueError(f"{cls.__name__} takes the place of nn.{expected.__name__}, not of {type(original).__name__}")
     layer = cls.__new__(cls)
     for name, value in original.__dict__.items():

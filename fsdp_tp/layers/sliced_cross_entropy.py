@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_tp.comm.functional import all_reduce
+from fsdp_tp.comm.functional import all_reduce, chunk_of
 
 # fp32 logits of a chunk: 4 MiB stay in a CPU's cache, 64 MiB outweigh an accelerator's launches.
 CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS = 2**20, 2**24
@@ -145,8 +145,8 @@ class SlicedCrossEntropy:
 
 def slice_of_classes(vocabulary: int, group: dist.ProcessGroup) -> slice:
     """Which of ``vocabulary`` classes, or rows of a weight, belong to this rank."""
-    size = -(-vocabulary // group.size())
-    return slice(min(vocabulary, group.rank() * size), min(vocabulary, (group.rank() + 1) * size))
+    start, length = chunk_of(vocabulary, group.size(), group.rank())
+    return slice(start, start + length)
 
 
 def computed_in(z: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_tp.parity import trace
 from fsdp_tp.parity.trace import Step, Trace, key, split_key
+from fsdp_tp.paths import parent_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def in_causal_order(step: Step) -> Iterator[str]:
 
 def owner_of(parameter: str) -> str:
     """The path of the module that has it."""
-    return parameter.rpartition(".")[0]
+    return parent_of(parameter)
 
 
 def blame(reference: Trace, step: int, event: str, distance: float, bound: float) -> Blame:
@@ -117,7 +118,7 @@ def _enclosing(reference: Trace, path: str) -> str:
     first = reference.trained[0].events if reference.trained else {}
     ran = {path for stage, path in map(split_key, first) if stage == trace.OUTPUT}
     while path:
-        path = path.rpartition(".")[0]
+        path = parent_of(path)
         if path in ran:
             break
     return path

@@ -23,6 +23,7 @@ from fsdp_tp.parity.blame import (
     unknown_parameter,
 )
 from fsdp_tp.parity.trace import Step, Trace, key, split_key
+from fsdp_tp.paths import is_within
 
 Verdict = Literal["equal", "within_noise", "different"]
 
@@ -360,7 +361,7 @@ def _add_megatron(rows: Mapping[str, ModuleRow], reference: Trace, eps: float) -
     depth = len(reference.blocks)
     passed = 0
     for path, row in rows.items():
-        inside = [number for number, block in enumerate(reference.blocks, 1) if f"{path}.".startswith(f"{block}.")]
+        inside = [number for number, block in enumerate(reference.blocks, 1) if is_within(path, block)]
         passed = max([passed, *inside])
         # Layers count from 1; what comes before the first is 0, what comes after the last L + 1.
         layer = inside[0] if inside else (depth + 1 if passed == depth and depth else 0)

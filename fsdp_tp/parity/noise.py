@@ -15,6 +15,7 @@ from fsdp_tp.layers.canonical import arranged_parameters, own_part_of, whole_sha
 from fsdp_tp.layers.front import Front, put_in_front
 from fsdp_tp.modules import find_blocks
 from fsdp_tp.parity.sketch import Sketcher
+from fsdp_tp.paths import is_within
 
 # Another stretch of the signs for every tensor and seed; just a prime.
 _STRETCH = 7919
@@ -64,7 +65,7 @@ def reorder_a_sum(model: nn.Module) -> str | None:
     """
     blocks = find_blocks(model)
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    candidates = [path for path in linears if any(path.startswith(f"{block}.") for block in blocks)] or linears
+    candidates = [path for path in linears if any(is_within(path, block) for block in blocks)] or linears
     if not candidates:
         return None
     path = candidates[len(candidates) // 2]

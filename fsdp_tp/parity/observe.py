@@ -193,7 +193,8 @@ class Observer:
     ) -> None:
         entry = (event, replica)
         for piece, starts in pieces:
-            sketch = self._sketcher(piece, shape, starts)
+            with torch._C._DisableTorchDispatch():  # LiftedCasts is for the operations of the model
+                sketch = self._sketcher(piece, shape, starts)
             self._found[entry] = self._found[entry] + sketch if again and entry in self._found else sketch
             again = True
 

@@ -7,6 +7,7 @@ raises, dies or hangs on one rank is an error here, and the next world gets new 
 from __future__ import annotations
 
 import datetime
+import gc
 import inspect
 import multiprocessing as mp
 import os
@@ -199,6 +200,8 @@ def run_alone(function: Callable[..., Result], *args: Any) -> Result:
 
 def _serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
+    # What was imported before the fork stays: no collection goes through it, nor the search for optimizers.
+    gc.freeze()
     while True:
         try:
             message = connection.recv_bytes()

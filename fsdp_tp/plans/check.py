@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_tp.layers.split import Split
 from fsdp_tp.modules import find_blocks
+from fsdp_tp.paths import is_within, parent_of
 
 
 def check_plan(
@@ -61,7 +62,7 @@ def packed(styles: Mapping[str, str], features: Mapping[str, tuple[int, int]]) -
     for path in features:
         if styles.get(path) != "column":
             continue
-        beside = [other for other in features if _parent(other) == _parent(path)]
+        beside = [other for other in features if parent_of(other) == parent_of(path)]
         columns = [other for other in beside if styles.get(other) in ("column", "column_by_head")]
         rows = [other for other in beside if styles.get(other) == "row"]
         if len(columns) == 1 and len(rows) == 1 and features[path][1] != features[rows[0]][0]:
@@ -86,13 +87,13 @@ def _check_norms(model: nn.Module, styles: Mapping[str, str], columns: Mapping[s
     for path, style in styles.items():
         if style != "per_head":
             continue
-        parent = _parent(path)
-        while parent and not any(_is_within(column, parent) for column in columns):
-            parent = _parent(parent)
-        beside = {column: module.out_features for column, module in columns.items() if _is_within(column, parent)}
+        parent = parent_of(path)
+        while parent and not any(is_within(column, parent) for column in columns):
+            parent = parent_of(parent)
+        beside = {column: module.out_features for column, module in columns.items() if is_within(column, parent)}
         widest = max(beside, key=lambda column: beside[column], default=None)
         for name, parameter in parameters.items():
-            if widest is None or not (name == path or _parent(name) == path):
+            if widest is None or not (name == path or parent_of(name) == path):
                 continue
             size = parameter.numel()
             if parameter.ndim == 1 and size > 1 and size == beside[widest]:
@@ -106,7 +107,7 @@ def _check_norms(model: nn.Module, styles: Mapping[str, str], columns: Mapping[s
 def _check_heads(model: nn.Module, columns: Mapping[str, nn.Linear], ranks: int) -> None:
     """Of modules that say how wide a head is."""
     for path, column in columns.items():
-        head_dim = getattr(model.get_submodule(_parent(path)), "head_dim", None)
+        head_dim = getattr(model.get_submodule(parent_of(path)), "head_dim", None)
         if not isinstance(head_dim, int) or head_dim < 1 or column.out_features % head_dim:
             continue
         heads = column.out_features // head_dim
@@ -125,12 +126,4 @@ def _linears(model: nn.Module, styles: Mapping[str, str], wanted: tuple[str, ...
 
 
 def _block_of(path: str, blocks: Mapping[str, nn.Module]) -> str:
-    return next((block for block in blocks if _is_within(path, block)), "")
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _is_within(path: str, ancestor: str) -> bool:
-    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+    return next((block for block in blocks if is_within(path, block)), "")

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from fsdp_tp.config import divisors
-from fsdp_tp.modules import find_blocks
+from fsdp_tp.modules import find_blocks, is_norm
+from fsdp_tp.paths import is_within, parent_of
 from fsdp_tp.plans.rehearsal import Recording, Slices, rehearse
 from fsdp_tp.plans.suggest import suggestion
 
@@ -79,7 +80,7 @@ def _plan(model: Any, size: int, what: str, sequence_parallel: bool) -> dict[str
         f"{what} does not suit its forward, which fails with a part of the weights (does it fix the number of heads, "
         "or norm over all of them?)",
     )
-    parents = {path.rpartition(".")[0] for path in (*columns, *rows)} - set(find_blocks(model))
+    parents = {parent_of(path) for path in (*columns, *rows)} - set(find_blocks(model))
     styles |= _whole_weights(model, styles, parents, whole, part, what)
     shared = [parent for parent in sorted(parents) if _reads_only_by(whole, parent, columns)]
     styles |= dict.fromkeys(shared, "shared_input")
@@ -156,7 +157,7 @@ def _whole_weights(
     for path, module in model.named_modules():
         if styles.get(path, "per_head") != "per_head" or not any(True for _ in module.parameters(recurse=False)):
             continue
-        inside = any(_is_within(path, parent) for parent in parents)
+        inside = any(is_within(path, parent) for parent in parents)
         shapes = [[_shape(call.input) for call in recording.of(path)] for recording in (whole, part)]
         reads_part = shapes[0] != shapes[1]
         if reads_part and inside and not _has_children(module):
@@ -166,15 +167,15 @@ def _whole_weights(
                 f"{what} does not say how {path} ({type(module).__name__}) is treated, and its place does not tell"
             )
         else:
-            found[path] = "sequence" if _is_norm(module) and _within_any(path, blocks) else "replicate"
+            found[path] = "sequence" if is_norm(module) and _within_any(path, blocks) else "replicate"
     return found
 
 
 def _reads_only_by(recording: Recording, parent: str, columns: list[str]) -> bool:
     """Whether nothing but column layers reads the first argument of ``parent``, inside of it."""
     inputs = {id(call.input) for call in recording.of(parent)}
-    readers = {read.path for read in recording.reads if id(read.tensor) in inputs and _is_within(read.path, parent)}
-    inside = [column for column in columns if _is_within(column, parent)]
+    readers = {read.path for read in recording.reads if id(read.tensor) in inputs and is_within(read.path, parent)}
+    inside = [column for column in columns if is_within(column, parent)]
     return bool(inside) and readers == set(inside)
 
 
@@ -191,12 +192,12 @@ def _sequence(
         if parent not in shared:
             raise ValueError(f"not only column layers read the first argument of {parent}")
     for path in (*slices.columns, *slices.rows):
-        if path.rpartition(".")[0] not in parents:
+        if parent_of(path) not in parents:
             raise ValueError(f"{path} stands in the block itself")
     for path, module in model.named_modules():
-        outside = _within_any(path, blocks) and path not in blocks and not any(_is_within(path, p) for p in parents)
-        holds_a_parent = any(_is_within(parent, path) for parent in parents)
-        if outside and not holds_a_parent and not (_is_norm(module) or isinstance(module, nn.Dropout | nn.Identity)):
+        outside = _within_any(path, blocks) and path not in blocks and not any(is_within(path, p) for p in parents)
+        holds_a_parent = any(is_within(parent, path) for parent in parents)
+        if outside and not holds_a_parent and not (is_norm(module) or isinstance(module, nn.Dropout | nn.Identity)):
             raise ValueError(f"{path} ({type(module).__name__}) may mix the tokens of a sequence")
     for read in whole.reads:
         if read.path in blocks and read.operation.strip("_") not in _OF_EACH_TOKEN:
@@ -207,12 +208,12 @@ def _sequence(
     called = [call for call in whole.calls if call.path in blocks]
     first, last = called[0], called[-1]
     after = whole.calls[whole.calls.index(last) + 1 :]
-    norms = [call for call in after if call.input is last.output and _is_norm(model.get_submodule(call.path))]
+    norms = [call for call in after if call.input is last.output and is_norm(model.get_submodule(call.path))]
     readers = {read.path for read in whole.reads if read.tensor is last.output and read.path not in blocks}
     if (
         len(norms) != 1
         or len(whole.of(norms[0].path)) != 1
-        or any(not _is_within(path, norms[0].path) for path in readers)
+        or any(not is_within(path, norms[0].path) for path in readers)
     ):
         raise ValueError("what the last block returns does not go into one last norm")
     last_norm = norms[0].path
@@ -233,21 +234,12 @@ def _sequence(
     return ends
 
 
-def _is_norm(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return "norm" in name and not any(kind in name for kind in ("batch", "group", "instance"))
-
-
 def _has_children(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
 def _within_any(path: str, paths: Any) -> bool:
-    return any(_is_within(path, each) for each in paths)
-
-
-def _is_within(path: str, ancestor: str) -> bool:
-    return path == ancestor or path.startswith(f"{ancestor}.")
+    return any(is_within(path, each) for each in paths)
 
 
 def _shape(value: Any) -> Any:

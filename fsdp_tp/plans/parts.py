@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_tp.layers.heads import HeadLayout
 from fsdp_tp.layers.split import Split
+from fsdp_tp.modules import is_conv1d
 from fsdp_tp.plans.plan import Plan
 
 _COUNTS = {
@@ -89,7 +90,7 @@ def expert_parts(path: str, experts: Any, ranks: int) -> dict[str, tuple[Split, 
 
 def in_features(linear: Any) -> int:
     """Of an ``nn.Linear``, or of transformers' ``Conv1D``, which stores its weight the other way round."""
-    size: int = linear.in_features if hasattr(linear, "in_features") else linear.weight.shape[0]
+    size: int = linear.weight.shape[0] if is_conv1d(linear) else linear.in_features
     return size
 
 

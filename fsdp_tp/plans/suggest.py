@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_tp.modules import find_blocks
+from fsdp_tp.modules import find_blocks, is_conv1d, is_norm
+from fsdp_tp.paths import is_within, parent_of
 from fsdp_tp.plans.check import packed
 
 _COLUMNS = re.compile(
@@ -34,11 +35,11 @@ def suggest_plan(model: nn.Module) -> dict[str, str]:
     """Patterns and styles; ``<...>`` where names and shapes do not tell."""
     modules = {path: module for path, module in model.named_modules() if path}
     blocks = find_blocks(model)
-    in_blocks = {path for path in modules if any(path == block or path.startswith(f"{block}.") for block in blocks)}
+    in_blocks = {path for path in modules if any(is_within(path, block) for block in blocks)}
     linears = {path: shape for path, module in modules.items() if (shape := _features(module))}
     split = {path: _linear_style(path, *shape) for path, shape in linears.items() if path in in_blocks}
     split |= dict.fromkeys(packed(split, linears), _PACKED)
-    parents = {path.rpartition(".")[0] for path, style in split.items() if style in ("column", _PACKED)} - set(blocks)
+    parents = {parent_of(path) for path, style in split.items() if style in ("column", _PACKED)} - set(blocks)
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     of_tokens = max(embeddings, key=lambda module: module.num_embeddings, default=None)  # the first of equals
     vocabulary = of_tokens.num_embeddings if of_tokens else None
@@ -58,9 +59,9 @@ def suggest_plan(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, nn.Embedding):
             plan.setdefault(_pattern(path), "vocab" if module is of_tokens else "replicate")
         elif own and path not in in_blocks:
-            plan[path] = "sequence_gather" if path in after_blocks and _is_norm(module) else "replicate"
-        elif own and _is_norm(module):
-            inside = any(path.startswith(f"{parent}.") for parent in parents)
+            plan[path] = "sequence_gather" if path in after_blocks and is_norm(module) else "replicate"
+        elif own and is_norm(module):
+            inside = any(is_within(path, parent) for parent in parents)
             plan.setdefault(_pattern(path), "per_head" if inside else "sequence")
         else:
             for name, _ in own:
@@ -73,7 +74,7 @@ def _features(module: Any) -> tuple[int, int] | None:
     """``(in, out)`` of a linear layer, or of the Conv1D of Hugging Face's GPT-2."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+    if is_conv1d(module):
         return tuple(module.weight.shape)
     return None
 
@@ -92,10 +93,6 @@ def _linear_style(path: str, inputs: int, outputs: int) -> str:
 def _after_blocks(paths: list[str], in_blocks: set[str]) -> set[str]:
     last = max((number for number, path in enumerate(paths) if path in in_blocks), default=len(paths))
     return set(paths[last + 1 :])
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
 
 
 def _pattern(path: str) -> str:

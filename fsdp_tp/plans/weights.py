@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_tp.layers.split import Split
+from fsdp_tp.paths import join_path, lineage, parent_of
 from fsdp_tp.plans.styles import WHOLE_STYLES
 
 SPLIT_STYLES = ("column", "column_gather", "row", "vocab")
@@ -39,7 +40,7 @@ def check_every_gradient_is_known(
     model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, tuple[Split, int]], sequence_parallel: bool
 ) -> None:
     """A whole weight may see whole activations or a slice of them; a guess would be a wrong gradient."""
-    split_parents = {path.rpartition(".")[0] for path, style in styles.items() if style in ("column", "row")}
+    split_parents = {parent_of(path) for path, style in styles.items() if style in ("column", "row")}
     unclear = []
     for path, module in model.named_modules():
         if styles.get(path) in (*SPLIT_STYLES, "over_heads"):
@@ -56,7 +57,7 @@ def check_every_gradient_is_known(
                     f"{parameter} stays whole inside a shared_input module, where only weights between the column and "
                     "row layers can: give it the style 'per_head' if it is there, or drop the shared_input"
                 )
-            beside_split_layers = any(ancestor in split_parents for ancestor in _lineage(path))
+            beside_split_layers = any(ancestor in split_parents for ancestor in lineage(path))
             if style is None and (sequence_parallel or beside_split_layers):
                 unclear.append(parameter)
     if unclear:
@@ -71,22 +72,8 @@ def check_every_gradient_is_known(
 
 def whole_style(path: str, styles: Mapping[str, str]) -> str | None:
     """The style of a parameter that stays whole: its own, its module's or the nearest ancestor's."""
-    return next((styles[at] for at in _lineage(path) if styles.get(at) in WHOLE_STYLES), None)
+    return next((styles[at] for at in lineage(path) if styles.get(at) in WHOLE_STYLES), None)
 
 
 def is_inside_shared_input(path: str, styles: Mapping[str, str]) -> bool:
-    return any(styles.get(ancestor) == "shared_input" for ancestor in _lineage(path)[1:])
-
-
-def _lineage(path: str) -> list[str]:
-    """``a.b.c`` -> ``[a.b.c, a.b, a, ""]``."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def join_path(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def is_within(path: str, ancestor: str) -> bool:
-    return path == ancestor or path.startswith(f"{ancestor}.")
+    return any(styles.get(ancestor) == "shared_input" for ancestor in lineage(path)[1:])
