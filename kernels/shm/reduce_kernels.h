@@ -1,0 +1,32 @@
+// What reduce.cpp, which checks arguments and picks an instruction set, asks of reduce_kernels.cpp,
+// which CMake compiles once for each instruction set, with its flags.
+
+#pragma once
+
+#include <cstddef>
+
+namespace fsdp_tp {
+
+// The arguments of fsdp_tp_reduce, already checked. Casts from float32 are SUMs over one source.
+struct Reduction {
+  void* out;
+  int out_dtype;
+  const void* const* sources;
+  int num_sources;
+  size_t count;
+  int dtype;
+  int op;
+  double factor;
+};
+
+namespace scalar {
+void reduce(const Reduction& reduction);
+}
+namespace avx2 {
+void reduce(const Reduction& reduction);
+}
+namespace avx512 {
+void reduce(const Reduction& reduction);
+}
+
+}  // namespace fsdp_tp
