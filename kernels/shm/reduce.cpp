@@ -18,12 +18,6 @@ struct InstructionSet {
   void (*reduce)(const Reduction&);
 };
 
-#ifdef __aarch64__
-constexpr const char* kBaseline = "neon";
-#else
-constexpr const char* kBaseline = "scalar";
-#endif
-
 InstructionSet choose() {
   const InstructionSet sets[] = {
   // best first
@@ -34,7 +28,7 @@ InstructionSet choose() {
        fsdp_tp::avx512::reduce},
       {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"), fsdp_tp::avx2::reduce},
 #endif
-      {kBaseline, true, fsdp_tp::scalar::reduce}};
+      {"scalar", true, fsdp_tp::scalar::reduce}};
 
   auto allowed = std::begin(sets);
   if (const char* limit = std::getenv("FSDP_TP_INSTRUCTION_SET"); limit != nullptr && *limit != '\0') {

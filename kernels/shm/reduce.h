@@ -58,7 +58,7 @@ FSDP_TP_EXPORT int fsdp_tp_cast(void* out, int out_dtype, const void* in, int dt
 // Bytes an element; 0 for what is not a value of fsdp_tp_dtype.
 FSDP_TP_EXPORT size_t fsdp_tp_dtype_size(int dtype) noexcept;
 
-// "avx512", "avx2", or what every machine of this kind has: "neon" on aarch64, elsewhere "scalar".
-// The best the machine has, or FSDP_TP_INSTRUCTION_SET=scalar|avx2|avx512 at the first call, if that is less.
+// "avx512", "avx2", or "scalar": what every machine of the architecture has (SSE2, NEON). The best the
+// machine has, or FSDP_TP_INSTRUCTION_SET=scalar|avx2|avx512 at the first call, if that is less.
 FSDP_TP_EXPORT const char* fsdp_tp_instruction_set(void) noexcept;
 }

@@ -184,12 +184,12 @@ struct Memory {
 
   [[gnu::always_inline]] static Computed load(const void* source, size_t begin, size_t size) {
     Stored stored{};
-    __builtin_memcpy(&stored, static_cast<const Element*>(source) + begin, size * sizeof(Element));
+    __builtin_memcpy(&stored, static_cast<const char*>(source) + begin * sizeof(Element), size * sizeof(Element));
     return Format::widen(stored);
   }
 
   [[gnu::always_inline]] static void store(void* out, size_t begin, size_t size, Stored value) {
-    __builtin_memcpy(static_cast<Element*>(out) + begin, &value, size * sizeof(Element));
+    __builtin_memcpy(static_cast<char*>(out) + begin * sizeof(Element), &value, size * sizeof(Element));
   }
 
 #ifdef __AVX2__

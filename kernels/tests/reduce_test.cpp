@@ -1,114 +1,103 @@
-// Sums against brute force. On a failure look in kernels/shm/reduce.cpp: block edges, the order of
-// the sources, or bfloat16 rounding.
+// Reductions against brute force, bit by bit. On a failure look in kernels/shm/reduce_kernels.cpp: the
+// ends of the loops in run, the order of the sources, the ops; roundings have their own test, cast_test.
 
 #include "shm/reduce.h"
 
-#include <bit>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/reference.h"
 
 namespace {
 
 constexpr int kMaxSources = 8;
-
-// One type per dtype: how it is stored, and what a stored value means as a double.
-struct Float32 {
-  static constexpr int kDtype = FSDP_TP_FLOAT32;
-  using Stored = float;
-  static double value(Stored x) { return x; }
-  // Adding two floats in double and rounding to float is exactly float addition: 53 >= 2 * 24 + 2.
-  static double add(double a, double b) { return static_cast<float>(a + b); }
-  static Stored round(double x) { return static_cast<float>(x); }
-};
-
-struct Float64 {
-  static constexpr int kDtype = FSDP_TP_FLOAT64;
-  using Stored = double;
-  static double value(Stored x) { return x; }
-  static double add(double a, double b) { return a + b; }
-  static Stored round(double x) { return x; }
-};
-
-struct BFloat16 {
-  static constexpr int kDtype = FSDP_TP_BFLOAT16;
-  using Stored = uint16_t;
-  static double value(Stored x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-  static double add(double a, double b) { return Float32::add(a, b); }
-  // By the definition of the format, not by bit tricks: 8 significant bits, exponents down to -126.
-  static Stored round(double x) {
-    if (std::isnan(x)) return 0x7fc0;
-    if (std::isfinite(x) && x != 0) {
-      const int last_place = std::max(std::ilogb(x), -126) - 7;
-      x = std::ldexp(std::nearbyint(std::ldexp(x, -last_place)), last_place);  // ties to even
-    }
-    // From 2^128 on the float conversion would be undefined; what lies below is exact.
-    const float rounded =
-        std::abs(x) < 0x1p128 ? static_cast<float>(x) : std::copysign(std::numeric_limits<float>::infinity(), x);
-    return static_cast<uint16_t>(std::bit_cast<uint32_t>(rounded) >> 16);
-  }
-};
+constexpr double kFactor = 0.3;  // no float type has it
+constexpr int kOps[] = {FSDP_TP_SUM, FSDP_TP_AVG, FSDP_TP_MAX, FSDP_TP_MIN, FSDP_TP_PREMUL_SUM};
 
 template <typename D>
 using Buffers = std::vector<std::vector<typename D::Stored>>;
 
 template <typename D>
-int reduce_sum(typename D::Stored* out, const Buffers<D>& sources, size_t begin, size_t count) {
-  const void* pointers[kMaxSources];
-  for (size_t rank = 0; rank < sources.size(); ++rank) pointers[rank] = sources[rank].data() + begin;
-  return fsdp_tp_reduce_sum(out, pointers, static_cast<int>(sources.size()), count, D::kDtype);
+bool has_op(int op) {
+  return !std::is_integral_v<typename D::Computed> || (op != FSDP_TP_AVG && op != FSDP_TP_PREMUL_SUM);
 }
 
-template <typename D>
-std::vector<typename D::Stored> reduce_sum(const Buffers<D>& sources) {
-  std::vector<typename D::Stored> out(sources[0].size());
-  CHECK(reduce_sum<D>(out.data(), sources, 0, out.size()) == FSDP_TP_OK);
+template <typename D, typename Out = D>
+std::vector<typename Out::Stored> reduced(const Buffers<D>& sources, int op, size_t begin = 0,
+                                          size_t count = SIZE_MAX) {
+  std::vector<typename Out::Stored> out(std::min(count, sources[0].size() - begin));
+  std::vector<const void*> pointers;
+  for (const auto& source : sources) pointers.push_back(source.data() + begin);
+  CHECK(fsdp_tp_reduce(out.data(), Out::kDtype, pointers.data(), static_cast<int>(sources.size()), out.size(),
+                       D::kDtype, op, kFactor) == FSDP_TP_OK);
   return out;
 }
 
+// In turn any bits (subnormals, infinities, NaNs), magnitudes over many binades, so that additions
+// round and a 16-bit type sees every kind of remainder, and equal values of either sign.
 template <typename D>
-typename D::Stored expected(const Buffers<D>& sources, size_t i) {
-  double sum = D::value(sources[0][i]);
-  for (size_t rank = 1; rank < sources.size(); ++rank) sum = D::add(sum, D::value(sources[rank][i]));
-  return D::round(sum);
+typename D::Stored random_value(std::mt19937_64& generator, bool any_bits) {
+  const uint64_t bits = generator();
+  typename D::Stored value;
+  std::memcpy(&value, &bits, sizeof(value));
+  if (std::is_integral_v<typename D::Computed> || (any_bits && bits >> 62 == 0)) return value;
+  const double mantissa = std::normal_distribution<double>()(generator);
+  const int exponent = std::uniform_int_distribution<int>(-12, 12)(generator);
+  const double x = any_bits && bits >> 62 == 1 ? std::copysign(0, mantissa) : std::ldexp(mantissa, exponent);
+  return D::narrow(static_cast<typename D::Computed>(x));
 }
 
 template <typename D>
-bool same(typename D::Stored a, typename D::Stored b) {
-  if (std::isnan(D::value(a))) return std::isnan(D::value(b));
-  return std::memcmp(&a, &b, sizeof(a)) == 0;
-}
-
-// Magnitudes over many binades, so that additions round and bfloat16 sees every kind of remainder.
-template <typename D>
-Buffers<D> random_buffers(int num_sources, size_t count) {
-  std::mt19937 generator(static_cast<unsigned>(num_sources));
-  std::normal_distribution<double> mantissa;
-  std::uniform_int_distribution<int> exponent(-12, 12);
+Buffers<D> random_buffers(int num_sources, size_t count, bool any_bits = false) {
+  std::mt19937_64 generator(static_cast<unsigned>(num_sources));
   Buffers<D> buffers(num_sources);
   for (auto& buffer : buffers) {
-    for (size_t i = 0; i < count; ++i) {
-      buffer.push_back(D::round(std::ldexp(mantissa(generator), exponent(generator))));
-    }
+    for (size_t i = 0; i < count; ++i) buffer.push_back(random_value<D>(generator, any_bits));
   }
   return buffers;
 }
 
-template <typename D>
-void test_sizes_and_sources() {
-  for (const size_t count : {0, 1, 2, 7, 511, 512, 513, 1025, 100'003}) {
+// Buffers start at bytes of every alignment, and nothing around `out` is written.
+template <typename D, typename Out = D>
+void test_ops_sources_counts_and_alignments() {
+  constexpr size_t kMargin = 64;
+  for (const size_t count : {0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 1000, 4097}) {
     for (int num_sources = 1; num_sources <= kMaxSources; ++num_sources) {
-      const Buffers<D> sources = random_buffers<D>(num_sources, count);
-      const typename D::Stored canary = D::round(-77);
-      std::vector<typename D::Stored> out(count + 1, canary);
-      CHECK(reduce_sum<D>(out.data(), sources, 0, count) == FSDP_TP_OK);
-      for (size_t i = 0; i < count; ++i) CHECK(same<D>(out[i], expected<D>(sources, i)));
-      CHECK(same<D>(out[count], canary));
+      const auto sources = random_buffers<D>(num_sources, count, true);
+      for (const int op : kOps) {
+        if (!has_op<D>(op)) continue;
+        std::vector<typename Out::Stored> expected;
+        for (size_t i = 0; i < count; ++i) expected.push_back(Out::narrow(reference<D>(sources, i, op, kFactor)));
+
+        for (const size_t offset : {size_t{0}, sizeof(typename D::Stored), size_t{13}}) {
+          const size_t bytes = count * sizeof(typename D::Stored);
+          std::vector<std::vector<char>> memory;
+          std::vector<const void*> pointers;
+          for (const auto& source : sources) {
+            const size_t begin = offset * (1 + memory.size());
+            memory.emplace_back(bytes + begin + 1);
+            if (bytes > 0) std::memcpy(memory.back().data() + begin, source.data(), bytes);
+            pointers.push_back(memory.back().data() + begin);
+          }
+          std::vector<char> out(kMargin + offset + count * sizeof(typename Out::Stored) + kMargin, 77);
+          char* begin = out.data() + kMargin + offset;
+          CHECK(fsdp_tp_reduce(begin, Out::kDtype, pointers.data(), num_sources, count, D::kDtype, op, kFactor) ==
+                FSDP_TP_OK);
+          for (size_t i = 0; i < count; ++i) {
+            typename Out::Stored value;
+            std::memcpy(&value, begin + i * sizeof(value), sizeof(value));
+            CHECK(same<Out>(value, expected[i]));
+          }
+          for (char* byte = out.data(); byte < begin; ++byte) CHECK(*byte == 77);
+          for (size_t i = out.size() - kMargin; i < out.size(); ++i) CHECK(out[i] == 77);
+        }
+      }
     }
   }
 }
@@ -116,114 +105,128 @@ void test_sizes_and_sources() {
 // The bits of an element may not depend on where it lies in the buffer: ranks reduce different slices.
 template <typename D>
 void test_slices_have_the_same_bits() {
-  const Buffers<D> sources = random_buffers<D>(5, 2000);
-  const auto whole = reduce_sum<D>(sources);
-  for (size_t begin = 0; begin < 40; ++begin) {
-    std::vector<typename D::Stored> slice(1111);
-    CHECK(reduce_sum<D>(slice.data(), sources, begin, slice.size()) == FSDP_TP_OK);
+  const auto sources = random_buffers<D>(5, 2000);
+  const auto whole = reduced<D>(sources, FSDP_TP_SUM);
+  for (size_t begin = 0; begin < 70; ++begin) {
+    const auto slice = reduced<D>(sources, FSDP_TP_SUM, begin, 1111);
     CHECK(std::memcmp(slice.data(), whole.data() + begin, slice.size() * sizeof(slice[0])) == 0);
+  }
+}
+
+// Large outputs are streamed past the caches, whether or not they are aligned.
+template <typename D, typename Out = D>
+void test_large_has_the_bits_of_its_slices() {
+  using T = typename Out::Stored;
+  constexpr size_t kPeriod = 4096, kCount = (8 << 20) / sizeof(T) + 1013;
+  auto sources = random_buffers<D>(2, kPeriod);
+  const auto period = reduced<D, Out>(sources, FSDP_TP_SUM);
+  for (auto& source : sources) {
+    for (size_t i = kPeriod; i < kCount; ++i) source.push_back(source[i - kPeriod]);
+  }
+  const void* pointers[] = {sources[0].data(), sources[1].data()};
+  for (const size_t offset : {size_t{0}, sizeof(T), size_t{1}}) {
+    std::vector<char> out((kCount + 2) * sizeof(T), 77);
+    char* begin = out.data() + offset;
+    CHECK(fsdp_tp_reduce(begin, Out::kDtype, pointers, 2, kCount, D::kDtype, FSDP_TP_SUM, 0) == FSDP_TP_OK);
+    for (size_t i = 0; i < kCount; i += kPeriod) {
+      CHECK(std::memcmp(begin + i * sizeof(T), period.data(), std::min(kPeriod, kCount - i) * sizeof(T)) == 0);
+    }
+    CHECK(begin[kCount * sizeof(T)] == 77 && (offset == 0 || begin[-1] == 77));
   }
 }
 
 template <typename D>
 void test_out_may_be_a_source() {
-  const Buffers<D> sources = random_buffers<D>(4, 1500);
-  const auto whole = reduce_sum<D>(sources);
-  for (size_t rank = 0; rank < sources.size(); ++rank) {
-    Buffers<D> in_place = sources;
-    CHECK(reduce_sum<D>(in_place[rank].data(), in_place, 0, whole.size()) == FSDP_TP_OK);
-    CHECK(in_place[rank] == whole);
+  for (const size_t count : {size_t{1500}, (8 << 20) / sizeof(typename D::Stored)}) {
+    const auto sources = random_buffers<D>(count > 1500 ? 2 : 4, count);
+    const auto whole = reduced<D>(sources, FSDP_TP_SUM);
+    for (size_t rank = 0; rank < sources.size(); ++rank) {
+      auto in_place = sources;
+      std::vector<const void*> pointers;
+      for (const auto& source : in_place) pointers.push_back(source.data());
+      CHECK(fsdp_tp_reduce(in_place[rank].data(), D::kDtype, pointers.data(), static_cast<int>(sources.size()), count,
+                           D::kDtype, FSDP_TP_SUM, 0) == FSDP_TP_OK);
+      CHECK(in_place[rank] == whole);
+    }
   }
 }
 
+// Not for float16, whose range is narrower than the precision it is summed in.
 template <typename D>
 void test_order_is_that_of_the_sources() {
-  const auto big = D::round(0x1p60), minus_big = D::round(-0x1p60), one = D::round(1);
-  CHECK(D::value(reduce_sum<D>({{big}, {one}, {minus_big}})[0]) == 0);
-  CHECK(D::value(reduce_sum<D>({{big}, {minus_big}, {one}})[0]) == 1);
+  const auto large = static_cast<typename D::Computed>(0x1p60);
+  const auto big = D::narrow(large), minus_big = D::narrow(-large), one = D::narrow(1);
+  CHECK(D::widen(reduced<D>({{big}, {one}, {minus_big}}, FSDP_TP_SUM)[0]) == 0);
+  CHECK(D::widen(reduced<D>({{big}, {minus_big}, {one}}, FSDP_TP_SUM)[0]) == 1);
 }
 
 template <typename D>
-void test_special_values() {
-  const double inf = std::numeric_limits<double>::infinity();
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  const Buffers<D> sources = {
-      {D::round(inf), D::round(-inf), D::round(inf), D::round(nan), D::round(1), D::round(-0.0)},
-      {D::round(1), D::round(-1), D::round(-inf), D::round(1), D::round(nan), D::round(-0.0)},
-  };
-  const auto out = reduce_sum<D>(sources);
-  CHECK(D::value(out[0]) == inf);
-  CHECK(D::value(out[1]) == -inf);
-  for (int i = 2; i <= 4; ++i) CHECK(std::isnan(D::value(out[i])));
-  CHECK(D::value(out[5]) == 0 && std::signbit(D::value(out[5])));
+void test_16_bit_sums_round_once() {
+  // Rounding after every addition would stay: half a last place is a tie, and the start is even.
+  const double start = D::kDtype == FSDP_TP_FLOAT16 ? 2048 : 256;
+  const auto big = D::narrow(static_cast<float>(start)), one = D::narrow(1);
+  CHECK(D::widen(reduced<D>({{big}, {one}, {one}}, FSDP_TP_SUM)[0]) == start + 2);
+  CHECK((reduced<D, Float32>({{big}, {one}}, FSDP_TP_SUM)[0]) == start + 1);
 }
 
 template <typename D>
 void test_bad_arguments() {
-  typename D::Stored out = D::round(5);
-  const typename D::Stored one = D::round(1);
+  typename D::Stored out = 5;
+  const typename D::Stored one = 1;
   const void* sources[] = {&one, &one};
   const void* with_null[] = {&one, nullptr};
   const int dtype = D::kDtype;
-  CHECK(fsdp_tp_reduce_sum(&out, sources, 2, 1, -1) == FSDP_TP_BAD_DTYPE);
-  CHECK(fsdp_tp_reduce_sum(&out, sources, 2, 1, 3) == FSDP_TP_BAD_DTYPE);
-  CHECK(fsdp_tp_reduce_sum(&out, sources, 0, 1, dtype) == FSDP_TP_BAD_NUM_SOURCES);
-  CHECK(fsdp_tp_reduce_sum(&out, sources, -1, 1, dtype) == FSDP_TP_BAD_NUM_SOURCES);
-  CHECK(fsdp_tp_reduce_sum(nullptr, sources, 2, 1, dtype) == FSDP_TP_NULL_POINTER);
-  CHECK(fsdp_tp_reduce_sum(&out, nullptr, 2, 1, dtype) == FSDP_TP_NULL_POINTER);
-  CHECK(fsdp_tp_reduce_sum(&out, with_null, 2, 1, dtype) == FSDP_TP_NULL_POINTER);
-  CHECK(same<D>(out, D::round(5)));
-  CHECK(fsdp_tp_reduce_sum(nullptr, nullptr, 1, 0, dtype) == FSDP_TP_OK);
-}
-
-// Every finite bfloat16 x, plus k eighths of its last place: below, on and above every tie, and
-// over the top into infinity.
-void test_bfloat16_rounding() {
-  Buffers<BFloat16> sources(2);
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const auto x = static_cast<uint16_t>(bits);
-    const double value = BFloat16::value(x);
-    if (!std::isfinite(value) || value == 0) continue;
-    for (int eighths = -8; eighths <= 8; ++eighths) {
-      sources[0].push_back(x);
-      sources[1].push_back(BFloat16::round(std::ldexp(eighths, std::ilogb(value) - 7 - 3)));
-    }
+  const auto reduce = [](void* out, int out_dtype, const void* const* sources, int num_sources, int dtype, int op) {
+    return fsdp_tp_reduce(out, out_dtype, sources, num_sources, 1, dtype, op, 1);
+  };
+  CHECK(reduce(&out, -1, sources, 2, -1, FSDP_TP_SUM) == FSDP_TP_BAD_DTYPE);
+  CHECK(reduce(&out, 6, sources, 2, 6, FSDP_TP_SUM) == FSDP_TP_BAD_DTYPE);
+  for (int out_dtype = -1; out_dtype <= 6; ++out_dtype) {
+    if (out_dtype == dtype || (sizeof(out) == 2 && out_dtype == FSDP_TP_FLOAT32)) continue;
+    CHECK(reduce(&out, out_dtype, sources, 2, dtype, FSDP_TP_SUM) == FSDP_TP_BAD_DTYPE);
   }
-  const auto out = reduce_sum<BFloat16>(sources);
-  for (size_t i = 0; i < out.size(); ++i) CHECK(out[i] == expected<BFloat16>(sources, i));
-}
-
-// Every bfloat16, NaNs included, comes back from a sum over one source.
-void test_bfloat16_round_trip() {
-  Buffers<BFloat16> source(1);
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) source[0].push_back(static_cast<uint16_t>(bits));
-  const auto out = reduce_sum<BFloat16>(source);
-  for (size_t i = 0; i < out.size(); ++i) CHECK(same<BFloat16>(out[i], source[0][i]));
-}
-
-void test_bfloat16_rounds_once() {
-  // Rounding after every addition would give 256: 257 is a tie, and 256 the even neighbour.
-  const auto big = BFloat16::round(256), one = BFloat16::round(1);
-  CHECK(BFloat16::value(reduce_sum<BFloat16>({{big}, {one}, {one}})[0]) == 258);
+  for (const int op : {-1, 5}) CHECK(reduce(&out, dtype, sources, 2, dtype, op) == FSDP_TP_BAD_OP);
+  for (const int op : kOps) {
+    if (!has_op<D>(op)) CHECK(reduce(&out, dtype, sources, 2, dtype, op) == FSDP_TP_BAD_OP);
+  }
+  for (const int n : {0, -1}) CHECK(reduce(&out, dtype, sources, n, dtype, FSDP_TP_SUM) == FSDP_TP_BAD_NUM_SOURCES);
+  CHECK(reduce(nullptr, dtype, sources, 2, dtype, FSDP_TP_SUM) == FSDP_TP_NULL_POINTER);
+  CHECK(reduce(&out, dtype, nullptr, 2, dtype, FSDP_TP_SUM) == FSDP_TP_NULL_POINTER);
+  CHECK(reduce(&out, dtype, with_null, 2, dtype, FSDP_TP_SUM) == FSDP_TP_NULL_POINTER);
+  CHECK(out == 5);
+  CHECK(fsdp_tp_reduce(nullptr, dtype, nullptr, 1, 0, dtype, FSDP_TP_SUM, 1) == FSDP_TP_OK);
+  CHECK(fsdp_tp_dtype_size(dtype) == sizeof(out));
 }
 
 template <typename D>
 void test_dtype() {
-  test_sizes_and_sources<D>();
+  test_ops_sources_counts_and_alignments<D>();
   test_slices_have_the_same_bits<D>();
+  test_large_has_the_bits_of_its_slices<D>();
   test_out_may_be_a_source<D>();
-  test_order_is_that_of_the_sources<D>();
-  test_special_values<D>();
   test_bad_arguments<D>();
+}
+
+template <typename D>
+void test_16_bit() {
+  test_dtype<D>();
+  test_ops_sources_counts_and_alignments<D, Float32>();
+  test_large_has_the_bits_of_its_slices<D, Float32>();
+  test_16_bit_sums_round_once<D>();
 }
 
 }  // namespace
 
 int main() {
+  skip_unless_instruction_set_is_as_asked();
+  for (const int unknown : {-1, 6}) CHECK(fsdp_tp_dtype_size(unknown) == 0);
   test_dtype<Float32>();
   test_dtype<Float64>();
-  test_dtype<BFloat16>();
-  test_bfloat16_rounding();
-  test_bfloat16_round_trip();
-  test_bfloat16_rounds_once();
+  test_dtype<Int32>();
+  test_dtype<Int64>();
+  test_16_bit<BFloat16>();
+  test_16_bit<Float16>();
+  test_order_is_that_of_the_sources<Float32>();
+  test_order_is_that_of_the_sources<Float64>();
+  test_order_is_that_of_the_sources<BFloat16>();
 }
