@@ -122,7 +122,7 @@ struct Float16 {
     const auto bits = __builtin_bit_cast(Integers, value);
     const Integers magnitude = bits & 0x7fffffff;
     // As for bfloat16; what rounds up from the largest float16 carries into infinity.
-    const Integers normal = ((magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13) - (kRebias << 10);
+    const Integers normal = (magnitude - (kRebias << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     // The last place of 0.5 is that of a subnormal float16, so the addition rounds to it.
     const Floats shifted = __builtin_bit_cast(Floats, magnitude) + 0.5f;
     const Integers subnormal = __builtin_bit_cast(Integers, shifted) - __builtin_bit_cast(int32_t, 0.5f);
