@@ -1,5 +1,6 @@
 """Tensor parallelism and hybrid sharding for PyTorch FSDP scripts, in three lines."""
 
+from fsdp_tp import checkpoint as checkpoint
 from fsdp_tp.config import ParallelConfig
 from fsdp_tp.fsdp import accumulate, fully_shard
 from fsdp_tp.grad_norm import clip_grad_norm_

@@ -27,7 +27,8 @@ from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.methods import support_generate
 from fsdp_tp.modules import find_blocks, is_conv1d, require_no_optimizer
 from fsdp_tp.paths import is_within, join_path
-from fsdp_tp.plans import Plan, auto_plan, check_plan, families, match, match_plan
+from fsdp_tp.plans import Plan, auto_plan, check_plan, check_sequence_is_split, families, match, match_plan
+from fsdp_tp.plans.own_heads import splits_by_head
 from fsdp_tp.plans.parts import expert_parts
 from fsdp_tp.plans.weights import (
     SPLIT_STYLES,
@@ -66,7 +67,8 @@ def parallelize(
         mesh: from :func:`fsdp_tp.init_mesh`.
         plan: ``"auto"`` (the model's Hugging Face family), the name of a family to take the model
             for, a dict of module-path patterns to styles, which are listed in
-            :data:`fsdp_tp.plans.STYLES`, or a :class:`fsdp_tp.plans.Plan`, which says more.
+            :data:`fsdp_tp.plans.STYLES` (an attention module that has an attribute ``head_dim`` is split into
+            whole heads, however many there are), or a :class:`fsdp_tp.plans.Plan`, which says more.
         sequence_parallel: between blocks each rank holds its slice of the sequence, which may
             have any length (the last ranks hold less, or nothing); saves activation memory for
             the same traffic. Column layers keep their gathered input for the weight gradient, one
@@ -95,6 +97,8 @@ def parallelize(
     require_no_optimizer(model, "parallelize")
     if isinstance(plan, str) and plan != "auto" and plan not in families():
         raise ValueError(f"plan={plan!r} must be 'auto', a dict or one of {', '.join(families())}")
+    if not isinstance(plan, str | Mapping | Plan):
+        raise ValueError(f"plan={plan!r} must be 'auto', the name of a family, a dict or a Plan")
     if mesh.tensor_size == 1:
         if verify is not False:
             warnings.warn(
@@ -113,6 +117,8 @@ def parallelize(
         full = auto_plan(model, mesh.tensor, family=plan, sequence_parallel=sequence_parallel)
     else:
         full = plan if isinstance(plan, Plan) else Plan(styles=plan)
+        by_head = splits_by_head(model, match_plan(model, full.styles), mesh.tensor_size)
+        full = Plan(styles={}, splits=by_head) | full
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     proven = plan in ("auto", model_type) and model_type in families()
     styles = match_plan(model, full.styles)
@@ -120,6 +126,8 @@ def parallelize(
     for path in [path for path, style in styles.items() if style == "experts"]:
         parts |= expert_parts(path, model.get_submodule(path), mesh.tensor_size)
     styles = check_plan(model, styles, splits=splits, ranks=mesh.tensor_size, proven=proven)
+    if sequence_parallel and not built:
+        check_sequence_is_split(styles)
     check_every_gradient_is_known(model, styles, parts, sequence_parallel)
     check_ties(model, styles, parts)
     norms = _norms_over_heads(model, styles, splits, mesh.tensor_size)

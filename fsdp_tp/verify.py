@@ -207,8 +207,9 @@ def _batch(model: Any, verify: Verify, size: int, *, cut: bool) -> tuple[tuple[A
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if verify is not True or not isinstance(vocabulary, int):
         raise ValueError(
-            f"verify={verify!r} must be True, of a Hugging Face model whose config has a vocab_size, or a batch for "
-            f"{type(model).__name__}: a tuple of arguments or a dict of keyword arguments, the same on every rank"
+            f"verify={verify!r} is not enough for {type(model).__name__}: only a Hugging Face model with a vocab_size "
+            "in its config gets a batch by itself. Pass one as verify=: a tuple of arguments or a dict of keyword "
+            "arguments of its forward, the same on every rank"
         )
     generator = torch.Generator().manual_seed(0)
     length = 2 * size if cut else 2 * size + 1  # odd, unless sequences are split: that of a batch may be so too

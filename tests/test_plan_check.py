@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp_tp
 from fsdp_tp.layers.heads import HeadLayout
-from fsdp_tp.plans import check_plan, match_plan
+from fsdp_tp.plans import check_plan, check_sequence_is_split, match_plan
+from fsdp_tp.plans.own_heads import splits_by_head
 from tests import models
 from tests.ranks import run
 
@@ -77,6 +79,69 @@ def test_a_column_layer_needs_a_row_layer_after_it():
         _check(model, {**plan, "head": "column"})
     with pytest.raises(ValueError, match=r"layers.0.mlp.gate is column, but layers.0 has no row layer"):
         _check(model, {**plan, "layers.*.mlp.down": "replicate"})
+
+
+def test_a_row_layer_elsewhere_in_the_block_is_not_the_one_that_is_needed():
+    block = {"wq": nn.Linear(8, 8), "wo": nn.Linear(8, 8), "up": nn.Linear(8, 20), "down": nn.Linear(20, 8)}
+    model = nn.ModuleDict({"block": nn.ModuleDict(block)})
+    plan = {"block.wq": "column", "block.wo": "row", "block.up": "column", "block.down": "row"}
+    assert _check(model, plan) == plan
+    with pytest.raises(ValueError, match=r"block.up is column, but block.down beside it, .* \(20\), is replicate: it"):
+        _check(model, {**plan, "block.down": "replicate"})
+    del plan["block.down"]
+    with pytest.raises(ValueError, match="is not in the plan: it would take"):
+        _check(model, plan)
+
+
+def test_norms_of_slices_need_something_that_makes_slices():
+    plan = {"layers.0": "split_sequence", "layers.*.norm": "sequence"}
+    check_sequence_is_split(plan)
+    with pytest.raises(
+        ValueError, match="norm is sequence, .* nothing in the plan splits the sequence: say 'vocab' of"
+    ):
+        check_sequence_is_split({"embed": "replicate", "layers.0.norm": "sequence"})
+
+
+class _Attention(nn.Module):
+    """That knows only how wide a head is."""
+
+    head_dim = 4
+
+    def __init__(self, heads, kv_heads):
+        super().__init__()
+        for name, inputs, outputs in (("q", 12, heads), ("k", 12, kv_heads), ("v", 12, kv_heads)):
+            setattr(self, name, nn.Linear(inputs, outputs * 4, dtype=torch.float64))
+        self.o = nn.Linear(heads * 4, 12, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(-3, -2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(y.transpose(-3, -2).flatten(-2))
+
+
+def _whole_heads(cases):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=dist.get_world_size())
+    x = (torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),)
+    plan = {"a": "shared_input", "a.q": "column", "a.k": "column", "a.v": "column", "a.o": "row"}
+    for heads, kv_heads in cases:
+        torch.manual_seed(0)
+        model = nn.Sequential()
+        model.add_module("a", _Attention(heads, kv_heads))
+        fsdp_tp.parallelize(model, mesh, plan=plan, verify=x)  # compares outputs and gradients, in fp64 to 1e-10
+
+
+def test_own_attention_that_says_how_wide_a_head_is_splits_into_whole_heads():
+    run(2, _whole_heads, [(9, 3), (5, 5), (6, 3), (6, 2)])
+    run(4, _whole_heads, [(9, 9), (5, 5), (8, 4)])
+
+
+def test_heads_whose_groups_would_differ_are_refused():
+    """Three key/value heads on four ranks: one has none; its code may expect three queries for each."""
+    attention = nn.ModuleDict({"a": _Attention(9, 3)})
+    styles = {"a.q": "column", "a.k": "column", "a.v": "column", "a.o": "row"}
+    assert splits_by_head(attention, styles, 4) == {}
+    with pytest.raises(ValueError, match="a.q is column and returns 9 heads of head_dim=4: over a tensor axis of 4"):
+        check_plan(attention, styles, ranks=4)
 
 
 class _ByHead(nn.Module):

@@ -118,7 +118,7 @@ def _refusals():
         fsdp_tp.parallelize(model, mesh, verify={"input_ids": models.batch()})
     assert not any(isinstance(each, fsdp_tp.ColumnParallelLinear) for each in model.modules()), "left as it was"
     with pytest.raises(
-        ValueError, match="verify=True must be True, of a Hugging Face model .* or a batch for TwoLayer"
+        ValueError, match="verify=True is not enough for TwoLayerNet: only a Hugging Face model .* Pass one as verify="
     ):
         fsdp_tp.parallelize(models.TwoLayerNet(), mesh, plan=PLAN, verify=True)
     with torch.device("meta"):

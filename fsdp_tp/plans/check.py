@@ -34,7 +34,7 @@ def check_plan(
     """
     columns = _linears(model, styles, ("column", "column_by_head"))
     rows = _linears(model, styles, ("row",))
-    _check_followed(model, columns, rows)
+    _check_followed(model, styles, columns, rows)
     if not proven:
         features = {path: (module.in_features, module.out_features) for path, module in (columns | rows).items()}
         for path, (row, wanted) in packed(styles, features).items():
@@ -70,7 +70,9 @@ def packed(styles: Mapping[str, str], features: Mapping[str, tuple[int, int]]) -
     return found
 
 
-def _check_followed(model: nn.Module, columns: Mapping[str, nn.Linear], rows: Mapping[str, nn.Linear]) -> None:
+def _check_followed(
+    model: nn.Module, styles: Mapping[str, str], columns: Mapping[str, nn.Linear], rows: Mapping[str, nn.Linear]
+) -> None:
     blocks = find_blocks(model)
     with_rows = {_block_of(path, blocks) for path in rows}
     for path in columns:
@@ -80,6 +82,46 @@ def _check_followed(model: nn.Module, columns: Mapping[str, nn.Linear], rows: Ma
                 "follows would take this rank's features for all of them. Say 'row' of the linear that reads it, or "
                 "'column_gather' of the last projection"
             )
+        reader = _whole_reader(model, path, columns, rows)
+        if reader is not None:
+            raise ValueError(
+                f"{path} is column, but {reader} beside it, the only linear there that reads as many features "
+                f"({columns[path].out_features}), is {styles.get(reader, 'not in the plan')}: it would take this "
+                f"rank's features for all of them. Say 'row' of {reader}"
+            )
+
+
+def _whole_reader(
+    model: nn.Module, path: str, columns: Mapping[str, nn.Linear], rows: Mapping[str, nn.Linear]
+) -> str | None:
+    """The linear beside a column layer that must be what reads its output, if the plan leaves that linear whole."""
+    parent = parent_of(path)
+    beside = {
+        f"{parent}.{name}".removeprefix("."): child
+        for name, child in model.get_submodule(parent).named_children()
+        if isinstance(child, nn.Linear)
+    }
+    features = columns[path].out_features
+    readers = [other for other, linear in beside.items() if other not in columns and linear.in_features == features]
+    # A module whose output is as wide as its input has more linears of this size than the reader.
+    if features == columns[path].in_features or len(readers) != 1 or readers[0] in rows:
+        return None
+    return readers[0]
+
+
+def check_sequence_is_split(styles: Mapping[str, str]) -> None:
+    """Of a plan for sequence parallelism.
+
+    Raises:
+        ValueError: norms are said to see a slice of the sequence, and nothing would make slices.
+    """
+    sliced = next((path for path, style in styles.items() if style in ("sequence", "sequence_gather")), None)
+    if sliced is not None and not {"vocab", "split_sequence"} & set(styles.values()):
+        raise ValueError(
+            f"sequence_parallel=True and {sliced} is {styles[sliced]}, applied to this rank's slice of the sequence, "
+            "but nothing in the plan splits the sequence: say 'vocab' of the embedding, or 'split_sequence' of the "
+            "first block where the embedding stays whole"
+        )
 
 
 def _check_norms(model: nn.Module, styles: Mapping[str, str], columns: Mapping[str, nn.Linear]) -> None:
@@ -114,7 +156,8 @@ def _check_heads(model: nn.Module, columns: Mapping[str, nn.Linear], ranks: int)
         if heads % ranks:
             raise ValueError(
                 f"{path} is column and returns {heads} heads of head_dim={head_dim}: over a tensor axis of {ranks} "
-                "ranks that would cut inside a head or leave queries without their keys. Build the attention from "
+                "ranks that would cut inside a head, or leave ranks other numbers of queries for a key than the "
+                "module's code may have fixed. Build the attention from "
                 "fsdp_tp.ParallelAttention, or pass plan=fsdp_tp.plans.Plan(styles=..., splits=...) with splits from "
                 "fsdp_tp.layers.heads.HeadLayout"
             )

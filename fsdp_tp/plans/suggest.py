@@ -26,7 +26,7 @@ def suggestion(model: nn.Module) -> str:
     text = (
         "Pass a plan of your own. This one is told from names and shapes only: copy it, check every line against the "
         "forward (packed projections, norms over all heads and fixed head counts do not work so), fill in what stands "
-        "in <>, and compare with verify=True\nplan = {\n"
+        "in <>, and compare with verify=(inputs,)\nplan = {\n"
     )
     return "\n".join([text.rstrip("\n"), *lines, "}"])
 
