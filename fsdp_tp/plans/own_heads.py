@@ -20,12 +20,13 @@ def splits_by_head(model: nn.Module, styles: Mapping[str, str], ranks: int) -> d
     code may have that number fixed (:func:`fsdp_tp.plans.check_plan` refuses these).
     """
     splits: dict[str, Split] = {}
+    modules = dict(model.named_modules())
     for attention in {parent_of(path) for path, style in styles.items() if style == "column"}:
-        head_dim = getattr(model.get_submodule(attention), "head_dim", None)
+        head_dim = getattr(modules[attention], "head_dim", None)
         own = {
             path: module
             for path in styles
-            if parent_of(path) == attention and isinstance(module := model.get_submodule(path), nn.Linear)
+            if parent_of(path) == attention and isinstance(module := modules.get(path), nn.Linear)
         }
         columns = {path: linear.out_features for path, linear in own.items() if styles[path] == "column"}
         rows = {path: linear.in_features for path, linear in own.items() if styles[path] == "row"}
