@@ -116,12 +116,12 @@ def _watch(modules: Iterable[nn.Module], all_gather: ZeroCopyAllGather) -> None:
                 for handle in handles:
                     handle.remove()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(module: nn.Module, args: Any) -> None:
         for each in all_gathers:
             each.adopt()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             for group in dict.fromkeys(each.group for each in all_gathers):

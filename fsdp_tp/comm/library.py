@@ -37,6 +37,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "last_error": (c_char_p, []),
     "alloc": (c_void_p, [c_size_t]),
     "free": (None, [c_void_p]),
+    "trim": (None, []),
     "group_bytes": (c_size_t, [c_int]),
     "group_join": (c_int, [c_void_p, c_int, c_int, c_double, POINTER(c_void_p), c_char_p, c_size_t]),
     "group_leave": (None, [c_void_p]),

@@ -107,6 +107,7 @@ class SharedGroup:
             handle, self._handle = self._handle, None
             self.buffers = SharedBuffers()
             self._library.group_leave(handle)
+            self._library.trim()
 
     def _call(self, name: str, *arguments: Any) -> None:
         if torch.autograd._profiler_enabled():

@@ -69,7 +69,7 @@ class ZeroCopyAllGather(AllGather):
     def adopt(self) -> None:
         """Moves parameters into shared memory, unless they are there. All ranks of the group call it together."""
         fsdp_params = self._param_group.fsdp_params
-        if self._is_adopted() or not self._param_group.is_sharded or self._param_group._all_gather_result is not None:
+        if not self._param_group.is_sharded or self._param_group._all_gather_result is not None or self._is_adopted():
             return
         if self.on_meta(self._param_group) or any(_has_gradient(each) for each in fsdp_params):
             return
@@ -204,7 +204,7 @@ def _watch_optimizers() -> None:
         _watching.append(register_optimizer_step_post_hook(_meet))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _meet(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Waits for the ranks that share parameters of ``optimizer``: before its step until none reads them any more;
     after it because parameters that are still unsharded are read again without an all-gather."""
