@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -99,10 +98,6 @@ def _param_groups(module: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before torch 2.12
 
 
-# The outermost modules with parameters in shared memory, what is below them, and their hooks.
-_watched: WeakKeyDictionary[nn.Module, tuple[list[ZeroCopyAllGather], list[Any]]] = WeakKeyDictionary()
-
-
 def _watch(modules: Iterable[nn.Module], all_gather: ZeroCopyAllGather) -> None:
     """Hooks of outermost modules: parameters that were replaced move into shared memory before a forward, and
     a forward without gradients ends only when no rank reads parameters any more."""
@@ -110,8 +105,8 @@ def _watch(modules: Iterable[nn.Module], all_gather: ZeroCopyAllGather) -> None:
     modules = list(modules)
     for module in modules:
         for below in module.modules():
-            if below in _watched:
-                more, handles = _watched.pop(below)
+            if (watched := vars(below).pop("_zero_copy", None)) is not None:
+                more, handles = watched
                 all_gathers += [each for each in more if each not in all_gathers]
                 for handle in handles:
                     handle.remove()
@@ -130,4 +125,4 @@ def _watch(modules: Iterable[nn.Module], all_gather: ZeroCopyAllGather) -> None:
     for module in modules:
         # The first before FSDP's own hook, which gathers.
         handles = [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
-        _watched[module] = (all_gathers, handles)
+        vars(module)["_zero_copy"] = (all_gathers, handles)

@@ -47,13 +47,14 @@ class SharedGroup:
 
     @staticmethod
     def join(group: dist.ProcessGroup) -> SharedGroup:
-        """The shared group of ``group``: made by the first call, which all its ranks make together, and kept
-        until the process group is destroyed.
+        """The shared group of ``group``: made by the first call, which all its ranks make together. It is left when
+        the process group is garbage, or has been destroyed and the next group is joined.
 
         Raises:
             NotShared: on all ranks, where any two of them cannot share memory.
         """
         if group not in _groups:
+            _close_destroyed()
             try:
                 _groups[group] = _join(group)
             except NotShared as reason:
@@ -130,6 +131,13 @@ class SharedGroup:
 
 # The value must not refer to its key, or neither would ever go.
 _groups: WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = WeakKeyDictionary()
+
+
+def _close_destroyed() -> None:
+    """A destroyed group may live on for long: FSDP2 modules refer to it."""
+    for group, shared in list(_groups.items()):
+        if isinstance(shared, SharedGroup) and group not in dist.distributed_c10d._world.pg_map:
+            shared.close()
 
 
 def _join(group: dist.ProcessGroup) -> SharedGroup:
