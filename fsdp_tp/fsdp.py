@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,14 +16,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_tp.comm.choose import check_comm, use_comm
 from fsdp_tp.comm.functional import chunk_of
 from fsdp_tp.layers.parameter import is_fsdp_sharded
 from fsdp_tp.mesh import ParallelMesh, init_mesh
 from fsdp_tp.modules import require_no_optimizer
-
-logger = logging.getLogger("fsdp_tp")
-
-_COMM = ("auto", "torch")
 
 
 def fully_shard(
@@ -55,14 +50,19 @@ def fully_shard(
             as in torch, but for one default: a policy with a 16-bit ``param_dtype`` and no
             ``reduce_dtype`` reduces in fp32. Sums over ranks and micro-batches then round once
             instead of once a term.
-        comm: how the collectives run: ``"torch"`` (the default process groups) or ``"auto"``
-            (the fastest that applies; today that is ``"torch"``).
+        comm: how gathers and reductions over the shard axis run. ``"torch"``: by its process group.
+            Between the processes of one host, on CPUs: ``"shared"``, with buffers that all see;
+            ``"zero_copy"``, with parameters of which a shard group has one copy in memory, not one a
+            rank; ``"fp32_accumulate"``, as ``"shared"`` with gradients that travel in 16 bits and are
+            summed in fp32. ``"auto"``: the first that applies of ``"zero_copy"``, ``"shared"``,
+            ``"torch"``. What does not apply becomes what does, and the log says why. With
+            ``"zero_copy"``, ranks must call ``optimizer.step()`` together.
 
     Raises:
         ValueError: a degree that does not divide, an unknown ``comm``, tensor-parallel
             parameters without their mesh, or an optimizer that already holds the parameters.
     """
-    choose_comm(comm)
+    check_comm(comm)
     modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         require_no_optimizer(each, "fully_shard")
@@ -76,6 +76,7 @@ def fully_shard(
         ignored_params=ignored_params,
     )
     reduce_by_sums(modules[0])
+    use_comm(modules[:1], comm)
     return sharded
 
 
@@ -173,13 +174,3 @@ def _world_mesh(hybrid_shard_degree: int) -> ParallelMesh:
     if hybrid_shard_degree not in meshes:
         meshes[hybrid_shard_degree] = init_mesh(hybrid_shard_degree=hybrid_shard_degree)
     return meshes[hybrid_shard_degree]
-
-
-@cache
-def choose_comm(comm: str) -> str:
-    """Resolves ``comm``, and logs once what "auto" stands for."""
-    if comm not in _COMM:
-        raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, _COMM))}")
-    if comm == "auto":
-        logger.info("comm='auto' uses torch's own collectives: there is no other path yet")
-    return "torch"

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fsdp_tp.fsdp import choose_comm, fsdp_mesh, reduce_by_sums, reducing_in_fp32
+from fsdp_tp.comm.choose import check_comm, use_comm
+from fsdp_tp.fsdp import fsdp_mesh, reduce_by_sums, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
 from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.mesh import ParallelMesh
@@ -68,7 +69,7 @@ def wrap(
             f"activation_checkpointing={activation_checkpointing!r} must be one of "
             f"{', '.join(map(repr, _ACTIVATION_CHECKPOINTING))}"
         )
-    choose_comm(comm)
+    check_comm(comm)
     for axis, size in (("pipeline", mesh.pipeline_size), ("context", mesh.context_size)):
         if size > 1:
             warnings.warn(f"no layer uses the {axis} axis yet: its {size} ranks repeat the same work", stacklevel=2)
@@ -104,5 +105,7 @@ def wrap(
     if on_meta == {True}:
         offloaded = isinstance(offload_policy, CPUOffloadPolicy)
         materialize(model, torch.device("cpu") if offloaded else mesh.device)
+    use_comm((*blocks, model), comm)
+    if on_meta == {True}:
         initialize(model, seed=seed)
     return model

@@ -34,7 +34,7 @@ def _one_step(shard, **options):
 
 
 def _drop_in(degree):
-    ours = _one_step(fsdp_tp.fully_shard, hybrid_shard_degree=degree)
+    ours = _one_step(fsdp_tp.fully_shard, hybrid_shard_degree=degree, comm="torch")  # the same order of sums
     torchs = _one_step(torch_fsdp.fully_shard)
     # Replicas add in another order than one reduce-scatter; AdamW turns the rounding of a
     # gradient into a relative change of its step, lr = 0.1, of the same size: 1e-6.
@@ -97,7 +97,7 @@ def _errors():
         ({"hybrid_shard_degree": 3}, "hybrid_shard_degree=3 does not divide .* legal values: 0, 1, 2, 4"),
         ({"mesh": mesh, "hybrid_shard_degree": 1}, "hybrid_shard_degree=1 contradicts the mesh, built for 2"),
         ({"mesh": mesh.tensor, "hybrid_shard_degree": 2}, "cannot be combined with a DeviceMesh"),
-        ({"comm": "pigeon"}, "comm='pigeon' must be one of 'auto', 'torch'"),
+        ({"comm": "pigeon"}, "comm='pigeon' must be one of 'auto', 'torch', 'shared', 'zero_copy', 'fp32_accumulate'"),
     ):
         with pytest.raises(ValueError, match=sentence):
             fsdp_tp.fully_shard(nn.Linear(4, 4), **options)

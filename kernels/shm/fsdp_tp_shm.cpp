@@ -146,6 +146,7 @@ void* fsdp_tp_alloc(size_t bytes) {
 }
 
 void fsdp_tp_free(void* data) { fsdp_tp::pool_free(data); }
+void fsdp_tp_trim(void) { fsdp_tp::pool_trim(); }
 
 size_t fsdp_tp_group_bytes(int size) { return Group::segment_bytes(size); }
 

@@ -60,9 +60,10 @@ FSDP_TP_EXPORT const char* fsdp_tp_last_error(void);
 
 // Memory that peers of any group read in place: collectives whose buffers lie in it skip one copy.
 // Local to this rank (no other rank need call it), 64-byte aligned, not zeroed, pages present.
-// Freed memory is kept for the next allocation until the process ends. NULL where there is no memory.
+// Freed memory is kept for the next allocation until fsdp_tp_trim(). NULL where there is no memory.
 FSDP_TP_EXPORT void* fsdp_tp_alloc(size_t bytes);
 FSDP_TP_EXPORT void fsdp_tp_free(void* data);
+FSDP_TP_EXPORT void fsdp_tp_trim(void);
 
 // --- Groups ------------------------------------------------------------------------------------
 

@@ -58,6 +58,12 @@ void pool_free(void* data) {
   if (found != all.blocks.end()) found->second.used = false;
 }
 
+void pool_trim() {
+  Pool& all = pool();
+  const std::lock_guard lock(all.mutex);
+  std::erase_if(all.blocks, [](const auto& entry) { return !entry.second.used; });
+}
+
 Place pool_find(const void* data, std::size_t bytes) {
   Place place{};
   Pool& all = pool();

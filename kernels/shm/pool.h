@@ -23,6 +23,8 @@ struct Place {
 // attached must be made again.
 void* pool_allocate(std::size_t bytes);
 void pool_free(void* data);
+// Gives back to the system what is free.
+void pool_trim();
 // Of data[0:bytes], if all of it lies in one allocation of the pool.
 Place pool_find(const void* data, std::size_t bytes);
 
