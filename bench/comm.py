@@ -46,6 +46,7 @@ def torch_cases(rank: int, world: int, store: str) -> Callable[[Case], Callable[
     import torch
     import torch.distributed as dist
     from fsdp_tp.comm.backend import register
+
     from fsdp_tp.comm.shared_memory import SharedGroup
 
     torch.set_num_threads(1)
@@ -53,7 +54,6 @@ def torch_cases(rank: int, world: int, store: str) -> Callable[[Case], Callable[
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     groups = {"gloo": dist.group.WORLD, "ours": dist.new_group(backend="fsdp_tp_shm")}
     together = SharedGroup.join(dist.group.WORLD)
-    assert together is not None
 
     def make(case: Case) -> Callable[[], Any]:
         variant, op, dtype, size = case
@@ -66,7 +66,7 @@ def torch_cases(rank: int, world: int, store: str) -> Callable[[Case], Callable[
             target = torch.empty_like(whole)
             return lambda: target.copy_(whole)
         if variant == "shared":
-            output = together.map(size).view(getattr(torch, dtype))
+            output, _ = together.map(size).tensor(getattr(torch, dtype), count)
             own = output.chunk(world)[rank]
 
             def shared() -> None:
