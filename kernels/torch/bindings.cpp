@@ -1,0 +1,72 @@
+// The module fsdp_tp._lib.fsdp_tp_torch: the backend, and the segments in which its groups meet.
+
+#include <pybind11/chrono.h>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "torch/backend.h"
+#include "torch/python.h"
+
+namespace py = pybind11;
+
+namespace fsdp_tp {
+
+namespace {
+
+std::string host() {
+  char text[1024];
+  return {text, fsdp_tp_host(text, sizeof(text))};
+}
+
+// A segment until a group takes it.
+class Segment {
+ public:
+  static std::unique_ptr<Segment> create(int size, bool named) {
+    fsdp_tp_segment* segment = nullptr;
+    const int status =
+        fsdp_tp_segment_create(fsdp_tp_group_bytes(size), named ? FSDP_TP_NAMED : FSDP_TP_MEMFD, &segment);
+    return status == FSDP_TP_OK ? std::make_unique<Segment>(segment) : nullptr;
+  }
+  static std::unique_ptr<Segment> attach(const std::string& handle) {
+    fsdp_tp_segment* segment = nullptr;
+    const int status = fsdp_tp_segment_attach(handle.c_str(), &segment);
+    return status == FSDP_TP_OK ? std::make_unique<Segment>(segment) : nullptr;
+  }
+
+  explicit Segment(fsdp_tp_segment* segment) : segment_(segment) {}
+  Segment(const Segment&) = delete;
+  ~Segment() {
+    if (!segment_) return;
+    unlink();
+    fsdp_tp_segment_close(segment_);
+  }
+
+  std::string handle() const { return fsdp_tp_segment_handle(segment_); }
+  void unlink() { fsdp_tp_segment_unlink(segment_); }
+  fsdp_tp_segment* release() { return std::exchange(segment_, nullptr); }
+
+ private:
+  fsdp_tp_segment* segment_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(fsdp_tp_torch, module) {
+  py::module_::import("torch.distributed");  // makes the classes known that are named below
+  module.def("host", &host);
+  py::class_<Segment>(module, "Segment")
+      .def_static("create", &Segment::create, py::arg("size"), py::arg("named"))
+      .def_static("attach", &Segment::attach, py::arg("handle"))
+      .def("unlink", &Segment::unlink)
+      .def_property_readonly("handle", &Segment::handle);
+  py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(module, "ShmBackend")
+      .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size,
+                       std::chrono::milliseconds timeout) {
+             py::gil_scoped_release released;  // joining waits for the other ranks
+             return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank,
+                                                    size, timeout);
+           }),
+           py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"));
+}
+
+}  // namespace fsdp_tp

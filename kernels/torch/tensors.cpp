@@ -1,0 +1,56 @@
+#include "torch/tensors.h"
+
+#include "shm/fsdp_tp_shm.h"
+
+namespace fsdp_tp {
+
+namespace {
+
+std::optional<int> dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return FSDP_TP_FLOAT32;
+    case at::kDouble:
+      return FSDP_TP_FLOAT64;
+    case at::kBFloat16:
+      return FSDP_TP_BFLOAT16;
+    case at::kHalf:
+      return FSDP_TP_FLOAT16;
+    case at::kInt:
+      return FSDP_TP_INT32;
+    case at::kLong:
+      return FSDP_TP_INT64;
+    default:
+      return std::nullopt;
+  }
+}
+
+double factor_of(const c10d::ReduceOp& op) {
+  // Only torch's own makers of PREMUL_SUM give an operation that number.
+  const auto* supplement = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(supplement, "PREMUL_SUM without a factor");
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+}
+
+}  // namespace
+
+std::optional<Reduction> reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
+  const auto known = dtype_of(dtype);
+  if (!known) return std::nullopt;
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return Reduction{*known, FSDP_TP_SUM, 1};
+    case c10d::ReduceOp::AVG:
+      return Reduction{*known, FSDP_TP_AVG, 1};
+    case c10d::ReduceOp::MIN:
+      return Reduction{*known, FSDP_TP_MIN, 1};
+    case c10d::ReduceOp::MAX:
+      return Reduction{*known, FSDP_TP_MAX, 1};
+    case c10d::ReduceOp::PREMUL_SUM:
+      return Reduction{*known, FSDP_TP_PREMUL_SUM, factor_of(op)};
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace fsdp_tp
