@@ -1,5 +1,6 @@
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
 from glob import glob
@@ -7,28 +8,72 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+# Why there are no kernels, for fsdp_tp.comm.backend to say at run time.
+REASON = "unavailable.txt"
 
 
 class CMakeBuild(build_ext):
-    """Builds kernels/ with CMake into fsdp_tp/_lib/, from where the package loads it with ctypes."""
+    """Builds kernels/ with CMake into fsdp_tp/_lib/: what the package loads with ctypes, and the c10d backend.
+
+    Both are optional: without a compiler or torch the package installs all the same and communicates over gloo.
+    FSDP_TP_REQUIRE_KERNELS=1 makes that an error.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
-        # Not an importable module, so without the suffix of a Python version.
-        return os.path.join(*fullname.split(".")) + ".so"
+        return os.path.join(*fullname.split(".")) + ".so"  # without the suffix of a Python version
 
     def build_extension(self, ext: Extension) -> None:
+        out = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        target = ext.name.split(".")[-1]
+        (out / f"{target}.so").unlink(missing_ok=True)
+        try:
+            self._run_cmake("-S", ".", "-B", self.build_temp, "-G", "Ninja", *torch_options(), output=out)
+            self._run_cmake("--build", self.build_temp, "--target", target.removeprefix("lib"), output=out)
+        except (ImportError, OSError, subprocess.CalledProcessError) as error:
+            reason = f"{target} was not built: {error}"
+            if os.environ.get("FSDP_TP_REQUIRE_KERNELS") == "1":
+                raise
+            out.mkdir(parents=True, exist_ok=True)
+            (out / REASON).write_text(reason + "\n")
+            raise CompileError(f"{reason}; fsdp_tp will communicate over gloo") from error
+        (out / REASON).unlink(missing_ok=True)
+
+    def _run_cmake(self, *arguments: str, output: Path) -> None:
         # cmake and ninja come from pip, perhaps into an environment that is not activated.
         path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
-        out = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        for arguments in (
-            ["-S", ".", "-B", self.build_temp, "-G", "Ninja", f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}"],
-            ["--build", self.build_temp, "--target", "fsdp_tp_shm"],
-        ):
-            subprocess.run(["cmake", *arguments], check=True, env=os.environ | {"PATH": path})
+        cmake = shutil.which("cmake", path=path)
+        if cmake is None:
+            raise FileNotFoundError("there is no cmake")
+        options = [] if "--build" in arguments else [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
+        subprocess.run([cmake, *arguments, *options], check=True, env=os.environ | {"PATH": path})
 
     def copy_extensions_to_source(self) -> None:
-        Path("fsdp_tp/_lib").mkdir(exist_ok=True)
+        source = Path("fsdp_tp/_lib")
+        source.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
+        built = Path(self.get_ext_fullpath("fsdp_tp._lib.any")).parent / REASON
+        if built.exists():
+            shutil.copy(built, source / REASON)
+        elif built.parent.resolve() != source.resolve():
+            (source / REASON).unlink(missing_ok=True)
+
+
+def torch_options() -> list[str]:
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    libraries = Path(torch.__file__).parent / "lib"
+    lists = {
+        "INCLUDES": [*include_paths(), sysconfig.get_path("include")],
+        "LIBRARIES": [str(libraries / "libc10.so"), str(libraries / "libtorch_cpu.so")],
+        "DEFINITIONS": [
+            f"_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            f'FSDP_TP_TORCH_VERSION="{torch.__version__}"',
+        ],
+    }
+    return [f"-DFSDP_TP_TORCH_{name}={';'.join(values)}" for name, values in lists.items()]
 
 
 def version() -> str:
@@ -48,7 +93,10 @@ setup(
     packages=find_packages(include=["fsdp_tp*"]),
     package_data={"fsdp_tp": ["py.typed"], "fsdp_tp.parity": ["*.jinja"]},
     # The sources are listed for the sdist and never compiled one by one.
-    ext_modules=[Extension("fsdp_tp._lib.libfsdp_tp_shm", ["CMakeLists.txt", *sorted(glob("kernels/*/*.*"))])],
+    ext_modules=[
+        Extension(f"fsdp_tp._lib.{name}", ["CMakeLists.txt", *sorted(glob("kernels/*/*.*"))], optional=True)
+        for name in ("libfsdp_tp_shm", "fsdp_tp_torch")
+    ],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "safetensors", "tyro"],
     extras_require={

@@ -113,7 +113,7 @@ class CommunicationShare:
     A collective that waits for a slower rank is running too. Overlapping collectives count once.
     """
 
-    _NAMES = ("gloo:", "nccl", "fsdp_tp:")
+    _NAMES = ("gloo:", "nccl", "fsdp_tp:", "fsdp_tp_shm:")
 
     def __init__(self, *, enabled: bool) -> None:
         self._profile: Any = None

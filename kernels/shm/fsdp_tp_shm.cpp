@@ -15,12 +15,14 @@
 #include "shm/collectives.h"
 #include "shm/failure.h"
 #include "shm/group.h"
+#include "shm/p2p.h"
 #include "shm/pool.h"
 #include "shm/segment.h"
 
 using fsdp_tp::Failure;
 using fsdp_tp::Group;
 using fsdp_tp::Reduction;
+using fsdp_tp::Request;
 using fsdp_tp::Segment;
 
 struct fsdp_tp_group : Group {
@@ -29,6 +31,7 @@ struct fsdp_tp_group : Group {
 struct fsdp_tp_segment {
   std::shared_ptr<Segment> shared;
 };
+struct fsdp_tp_request : Request {};
 
 namespace {
 
@@ -101,7 +104,36 @@ void require_known(const Reduction& how) {
   }
 }
 
-thread_local std::string last_error;  // of calls without a group
+thread_local std::string last_error;  // of calls without a group, and of those that any thread may make
+
+// Of sends and receives.
+template <class Body>
+int request_or_fail(Group& group, Body body) {
+  return guard(last_error, [&] {
+    try {
+      body();
+    } catch (const Failure& failure) {
+      if (failure.status != FSDP_TP_ABORTED && failure.status != FSDP_TP_BAD_ARGUMENT) group.abort(failure.message);
+      throw;
+    }
+  });
+}
+
+int start_request(fsdp_tp_group* group, bool is_send, int peer, std::uint32_t tag, void* data, std::size_t bytes,
+                  fsdp_tp_request** request) {
+  return request_or_fail(*group, [&] {
+    if (peer < (is_send ? 0 : fsdp_tp::kAnyRank) || peer >= group->size()) {
+      throw Failure{FSDP_TP_BAD_ARGUMENT, std::string(is_send ? "send to" : "receive from") + " rank " +
+                                              std::to_string(peer) + " of a group of " + std::to_string(group->size())};
+    }
+    group->throw_if_aborted(is_send ? "send" : "recv");
+    std::unique_ptr<fsdp_tp_request> made(
+        new fsdp_tp_request{{group, is_send, peer, tag, static_cast<std::byte*>(data), bytes}});
+    group->mailbox->add(made.get());
+    *request = made.release();
+    group->mailbox->progress();
+  });
+}
 
 }  // namespace
 
@@ -236,6 +268,30 @@ int fsdp_tp_all_to_all(fsdp_tp_group* group, void* const* outs, const size_t* ou
   return run(
       group, "all_to_all", nothing, [] { return std::string(); },
       [&] { fsdp_tp::all_to_all(*group, outs, out_bytes, ins, in_bytes); });
+}
+
+int fsdp_tp_isend(fsdp_tp_group* group, const void* data, size_t bytes, int to, uint32_t tag,
+                  fsdp_tp_request** request) {
+  return start_request(group, true, to, tag, const_cast<void*>(data), bytes, request);
+}
+
+int fsdp_tp_irecv(fsdp_tp_group* group, void* data, size_t bytes, int from, uint32_t tag, fsdp_tp_request** request) {
+  return start_request(group, false, from, tag, data, bytes, request);
+}
+
+int fsdp_tp_test(fsdp_tp_request* request, int* done) {
+  return request_or_fail(*request->group, [&] { *done = fsdp_tp::test(*request); });
+}
+
+int fsdp_tp_wait(fsdp_tp_request* request) {
+  return request_or_fail(*request->group, [&] { fsdp_tp::wait(*request); });
+}
+
+int fsdp_tp_request_source(const fsdp_tp_request* request) { return request->source; }
+
+void fsdp_tp_request_free(fsdp_tp_request* request) {
+  request->group->mailbox->remove(request);
+  delete request;
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@
 
 #include "shm/failure.h"
 #include "shm/fsdp_tp_shm.h"
+#include "shm/p2p.h"
 
 namespace fsdp_tp {
 
@@ -95,6 +96,7 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, int size, double timeou
       timeout_(timeout),
       shared_cores_(size > usable_cores()),
       processes_(static_cast<std::size_t>(size), -1) {
+  mailbox = std::make_shared<Mailbox>(*this);
   try {
     join();
   } catch (...) {
@@ -159,6 +161,7 @@ void Group::wait_for(int rank, std::uint32_t step) {
   Backoff backoff(shared_cores_);
   do {
     if (backoff.pause(signal, seen)) {
+      mailbox->progress();  // the rank may first need what was sent to it
       try {
         check(rank, start);
       } catch (const Failure&) {
@@ -181,9 +184,9 @@ std::string Group::who(int rank) const {
   return "rank " + std::to_string(rank) + (process ? " (process " + std::to_string(process) + ")" : "");
 }
 
-void Group::check(int rank, Clock::time_point start) {
-  throw_if_aborted();
-  const std::string prefix = std::string(operation_) + ": ";
+void Group::check(int rank, Clock::time_point start, const char* operation) {
+  throw_if_aborted(operation);
+  const std::string prefix = std::string(operation) + ": ";
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || (rank >= 0 && peer != rank)) continue;
     if (has_ended(peer)) throw Failure{FSDP_TP_PEER_DIED, prefix + who(peer) + " has ended"};
@@ -204,12 +207,12 @@ void Group::check(int rank, Clock::time_point start) {
     if (late.empty()) late = "no rank";
   }
   char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%g", timeout_);
+  std::snprintf(seconds, sizeof seconds, "%g", timeout_.load());
   throw Failure{FSDP_TP_TIMEOUT,
                 prefix + late + " did not come within " + seconds + " s; it is stopped, or it is doing something else"};
 }
 
-void Group::throw_if_aborted() {
+void Group::throw_if_aborted(const char* operation) {
   Header& head = header();
   std::uint32_t state = head.aborted.load(std::memory_order_acquire);
   if (state == 0) return;
@@ -219,7 +222,7 @@ void Group::throw_if_aborted() {
     state = head.aborted.load(std::memory_order_acquire);
   }
   throw Failure{FSDP_TP_ABORTED,
-                std::string(operation_) + ": the group was given up: " + (state == 2 ? head.reason : "reason unknown")};
+                std::string(operation) + ": the group was given up: " + (state == 2 ? head.reason : "reason unknown")};
 }
 
 void Group::abort(const std::string& reason) {

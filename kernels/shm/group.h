@@ -20,6 +20,8 @@
 
 namespace fsdp_tp {
 
+class Mailbox;  // p2p.h
+
 // What a rank says beside its step. Two of each, like slots: a peer may still read that of the step before.
 struct Card {
   std::atomic<std::int32_t> process;
@@ -59,8 +61,10 @@ class Group {
   // What errors call the present operation.
   void set_operation(const char* name) { operation_ = name; }
   // Throws if the group was aborted, or if `rank` (-1: any) has ended or left, or after the timeout since `start`.
-  void check(int rank, Clock::time_point start);
-  void throw_if_aborted();
+  void check(int rank, Clock::time_point start) { check(rank, start, operation_); }
+  void check(int rank, Clock::time_point start, const char* operation);
+  void throw_if_aborted() { throw_if_aborted(operation_); }
+  void throw_if_aborted(const char* operation);
   // Tells all ranks; the first reason stays.
   void abort(const std::string& reason);
 
@@ -71,8 +75,9 @@ class Group {
   // Advanced by whoever has moved something in a channel to or from `rank`; what that rank sleeps on.
   Signal& bell(int rank) const;
 
-  Attachments attachments;  // pools of peers
-  std::string error;        // of the last failure
+  Attachments attachments;           // pools of peers
+  std::shared_ptr<Mailbox> mailbox;  // sends and receives
+  std::string error;                 // of the last failure of a collective
 
  private:
   struct Header;
@@ -86,7 +91,7 @@ class Group {
   std::shared_ptr<Segment> segment_;
   int rank_;
   int size_;
-  double timeout_;
+  std::atomic<double> timeout_;
   std::size_t slot_bytes_ = 0;
   std::uint32_t step_ = 0;
   std::uint32_t all_at_ = 0;  // all ranks have published this step, as far as this one has looked

@@ -23,14 +23,12 @@ class Segment {
  public:
   static std::unique_ptr<Segment> create(int size, bool named) {
     fsdp_tp_segment* segment = nullptr;
-    const int status =
-        fsdp_tp_segment_create(fsdp_tp_group_bytes(size), named ? FSDP_TP_NAMED : FSDP_TP_MEMFD, &segment);
-    return status == FSDP_TP_OK ? std::make_unique<Segment>(segment) : nullptr;
+    return owner(fsdp_tp_segment_create(fsdp_tp_group_bytes(size), named ? FSDP_TP_NAMED : FSDP_TP_MEMFD, &segment),
+                 segment);
   }
   static std::unique_ptr<Segment> attach(const std::string& handle) {
     fsdp_tp_segment* segment = nullptr;
-    const int status = fsdp_tp_segment_attach(handle.c_str(), &segment);
-    return status == FSDP_TP_OK ? std::make_unique<Segment>(segment) : nullptr;
+    return owner(fsdp_tp_segment_attach(handle.c_str(), &segment), segment);
   }
 
   explicit Segment(fsdp_tp_segment* segment) : segment_(segment) {}
@@ -46,6 +44,11 @@ class Segment {
   fsdp_tp_segment* release() { return std::exchange(segment_, nullptr); }
 
  private:
+  static std::unique_ptr<Segment> owner(int status, fsdp_tp_segment*& segment) {
+    if (status != FSDP_TP_OK) throw std::runtime_error(fsdp_tp_last_error());
+    return std::make_unique<Segment>(segment);
+  }
+
   fsdp_tp_segment* segment_;
 };
 
@@ -53,6 +56,7 @@ class Segment {
 
 PYBIND11_MODULE(fsdp_tp_torch, module) {
   py::module_::import("torch.distributed");  // makes the classes known that are named below
+  module.attr("torch_version") = FSDP_TP_TORCH_VERSION;
   module.def("host", &host);
   py::class_<Segment>(module, "Segment")
       .def_static("create", &Segment::create, py::arg("size"), py::arg("named"))

@@ -27,6 +27,10 @@ void Group::check(int status) const {
   TORCH_CHECK_WITH(DistBackendError, status == FSDP_TP_OK, fsdp_tp_group_error(handle()));
 }
 
+void Group::check_request(int status) const {
+  TORCH_CHECK_WITH(DistBackendError, status == FSDP_TP_OK, fsdp_tp_last_error());
+}
+
 void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (handle_) fsdp_tp_group_set_timeout(handle_, seconds(timeout));
 }

@@ -21,7 +21,9 @@ class Group {
 
   // Throws once the group was left.
   fsdp_tp_group* handle() const;
+  // Throws with the library's sentence: of a collective, or of a call about a send or receive in this thread.
   void check(int status) const;
+  void check_request(int status) const;
 
   void set_timeout(std::chrono::milliseconds timeout);
   // Makes what runs in another thread, here or on other ranks, fail.

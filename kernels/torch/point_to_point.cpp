@@ -24,7 +24,7 @@ RequestWork::~RequestWork() { drop(); }
 c10::intrusive_ptr<RequestWork> RequestWork::send(std::shared_ptr<Group> group, const at::Tensor& tensor, int to,
                                                   int tag) {
   auto work = c10::make_intrusive<RequestWork>(group, c10d::OpType::SEND, tensor, tensor.contiguous());
-  group->check(fsdp_tp_isend(group->handle(), work->buffer_.data_ptr(), work->buffer_.nbytes(), to,
+  group->check_request(fsdp_tp_isend(group->handle(), work->buffer_.data_ptr(), work->buffer_.nbytes(), to,
                              static_cast<uint32_t>(tag), &work->request_));
   return work;
 }
@@ -34,7 +34,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::receive(std::shared_ptr<Group> grou
   const auto buffer = tensor.is_contiguous() ? tensor : at::empty_like(tensor, at::MemoryFormat::Contiguous);
   const auto type = source < 0 ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
   auto work = c10::make_intrusive<RequestWork>(group, type, tensor, buffer);
-  group->check(fsdp_tp_irecv(group->handle(), buffer.data_ptr(), buffer.nbytes(), source, static_cast<uint32_t>(tag),
+  group->check_request(fsdp_tp_irecv(group->handle(), buffer.data_ptr(), buffer.nbytes(), source, static_cast<uint32_t>(tag),
                              &work->request_));
   return work;
 }
@@ -70,13 +70,19 @@ bool RequestWork::progress() {
 
 void RequestWork::drop() {
   std::unique_lock lock(requesting_);
-  if (request_) end(FSDP_TP_ABORTED, lock);
+  if (!request_) return;
+  try {
+    TORCH_CHECK_WITH(DistBackendError, false, c10d::opTypeToString(retrieveOpType()),
+                     " did not complete before its process group was destroyed");
+  } catch (...) {
+    release(std::current_exception(), lock);
+  }
 }
 
 void RequestWork::end(int status, std::unique_lock<std::mutex>& requesting) {
   std::exception_ptr error;
   try {
-    group_->check(status);
+    group_->check_request(status);
     source_ = fsdp_tp_request_source(request_);
     if (retrieveOpType() != c10d::OpType::SEND && !buffer_.is_same(tensor_)) {
       at::NoGradGuard no_grad;
@@ -85,6 +91,10 @@ void RequestWork::end(int status, std::unique_lock<std::mutex>& requesting) {
   } catch (...) {
     error = std::current_exception();
   }
+  release(error, requesting);
+}
+
+void RequestWork::release(std::exception_ptr error, std::unique_lock<std::mutex>& requesting) {
   fsdp_tp_request_free(request_);
   request_ = nullptr;
   ended_ = true;

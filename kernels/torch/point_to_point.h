@@ -33,6 +33,7 @@ class RequestWork : public Work {
 
  private:
   void end(int status, std::unique_lock<std::mutex>& requesting);
+  void release(std::exception_ptr error, std::unique_lock<std::mutex>& requesting);
 
   const std::shared_ptr<Group> group_;
   const at::Tensor tensor_;
