@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from functools import cached_property
@@ -10,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_tp.comm.backend import backend_of, cpu_backend
 from fsdp_tp.config import MeshShape, ParallelConfig
 
 _DESCRIBED_RANKS = 64
+
+logger = logging.getLogger("fsdp_tp")
 
 
 class ParallelMesh:
@@ -23,12 +27,13 @@ class ParallelMesh:
     ``device_mesh``, and whoever needs one is handed the mesh.
     """
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self, device_mesh: DeviceMesh, *, backend: str | None = None) -> None:
         if device_mesh.mesh_dim_names != MeshShape._fields:
             raise ValueError(
                 f"a ParallelMesh has the axes {', '.join(MeshShape._fields)}, not {device_mesh.mesh_dim_names}"
             )
         self.device_mesh = device_mesh
+        self._backend = backend  # of groups that are still to be made; None: that of the default group
         self.shape = MeshShape(*device_mesh.mesh.shape)
 
     @property
@@ -58,7 +63,7 @@ class ParallelMesh:
         """The 1-D mesh over which FSDP shards: the shard axis with the context axis folded in."""
         if self.shape.context == 1:
             return self.device_mesh["shard"]
-        return self.device_mesh["shard", "context"]._flatten("shard_context")
+        return self._flatten("shard", "context", name="shard_context")
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -70,7 +75,10 @@ class ParallelMesh:
     @cached_property
     def data(self) -> DeviceMesh:
         """The 1-D mesh of ranks whose tokens add up to the global batch: replicate x shard x context."""
-        return self.device_mesh["replicate", "shard", "context"]._flatten("data")
+        return self._flatten("replicate", "shard", "context", name="data")
+
+    def _flatten(self, *axes: str, name: str) -> DeviceMesh:
+        return self.device_mesh[axes]._flatten(name, backend_override=self._backend)
 
     @property
     def tensor_rank(self) -> int:
@@ -141,7 +149,9 @@ def init_mesh(
 
     Starts the default process group if the script has not: from torchrun's environment,
     or, without one, a world of this single process, so that a script can be debugged
-    with plain ``python``.
+    with plain ``python``. On a CPU its backend is ``fsdp_tp_shm``, shared memory between
+    processes of one host; where the script has started gloo, the groups of the mesh's axes
+    are of that backend all the same. ``FSDP_TP_BACKEND=gloo`` in the environment prevents both.
 
     Args:
         tensor_parallel_degree, hybrid_shard_degree, context_parallel_degree,
@@ -165,24 +175,55 @@ def init_mesh(
             raise ValueError(f"pass the degrees either one by one or as config={config}, not both")
         degrees = config
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    _init_process_group_if_needed(device_type)
+    _init_process_group_if_needed(device_type, timeout)
     shape = degrees.shape(dist.get_world_size())
-    mesh = ParallelMesh(init_device_mesh(device_type, tuple(shape), mesh_dim_names=MeshShape._fields))
+    backend = _backend_of_axes(device_type)
+    device_mesh = init_device_mesh(
+        device_type,
+        tuple(shape),
+        mesh_dim_names=MeshShape._fields,
+        backend_override=backend and dict.fromkeys(MeshShape._fields, backend),
+    )
+    mesh = ParallelMesh(device_mesh, backend=backend)
     # Making a group takes every rank: here all of them are.
     axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
+    groups = {axis.get_group() for axis in axes} | {dist.group.WORLD}
     if timeout is not None:
-        for group in (None, *(axis.get_group() for axis in axes)):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        for group in groups:
+            for device in group._device_types:
+                group._get_backend(device)._set_default_timeout(timeout)
+    if device_type == "cpu" and dist.get_rank() == 0:
+        _say_backends(mesh)
     return mesh
 
 
-def _init_process_group_if_needed(device_type: str) -> None:
+def _init_process_group_if_needed(device_type: str, timeout: timedelta | None) -> None:
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else cpu_backend()
     if device_type == "cuda" and (local_rank := int(os.environ.get("LOCAL_RANK", 0))) < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _backend_of_axes(device_type: str) -> str | None:
+    """The backend for the groups of a mesh, where the default group has a slower one than there is."""
+    if device_type != "cpu" or dist.get_backend() != "gloo":
+        return None
+    backend = cpu_backend()
+    return None if backend == "gloo" else backend
+
+
+def _say_backends(mesh: ParallelMesh) -> None:
+    """Logs what the axes of more than one rank communicate over."""
+    over: dict[str, list[str]] = {}
+    for name, size in zip(MeshShape._fields, mesh.shape, strict=True):
+        if size > 1:
+            over.setdefault(backend_of(mesh.device_mesh[name].get_group()), []).append(name)
+    for backend, axes in over.items():
+        memory = " (shared memory)" if backend == "fsdp_tp_shm" else ""
+        default = "" if dist.get_backend() == backend else f"; the default group is of {dist.get_backend()}"
+        logger.info(f"communication of axis {', '.join(axes)} over {backend}{memory}{default}")

@@ -24,13 +24,15 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_tp.comm.backend import cpu_backend
 from fsdp_tp.determinism import use_deterministic_algorithms
 
 # DTensor's caches keep the meshes of past worlds, and every gloo group has threads that poll: a
 # thousand of them after a hundred worlds. New workers are forked in a moment.
 _WORLDS_PER_WORKER = 20
 _PRELOAD = ("torch", "torch.distributed.tensor", "fsdp_tp", "fsdp_tp.parity")
-_PEER_FAILED = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
+# As gloo and fsdp_tp_shm say it.
+_PEER_FAILED = ("Connection closed by peer", "Connection reset by peer", "has ended", "has left", "was given up")
 
 Result = TypeVar("Result")
 
@@ -231,7 +233,7 @@ def _run(rank: int, message: bytes, connection: Connection) -> Any:
         torch.cuda.set_device(device)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group(
-        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        cpu_backend() if device is None else "cpu:gloo,cuda:nccl",
         store=store,
         rank=rank,
         world_size=world_size,

@@ -204,7 +204,7 @@ void Group::check(int rank, Clock::time_point start, const char* operation) {
       if (peer == rank_) continue;
       if (card(peer).state.load(std::memory_order_acquire) != kJoined) late += (late.empty() ? "" : ", ") + who(peer);
     }
-    if (late.empty()) late = "no rank";
+    if (late.empty()) late = "any rank";
   }
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%g", timeout_.load());

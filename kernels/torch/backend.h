@@ -74,7 +74,8 @@ class ShmBackend : public c10d::Backend {
   template <typename Options, typename Body>
   WorkPtr run(c10d::OpType type, const char* name, const Options& options, Tensors outputs, Body body) {
     ++sequence_;
-    auto timed = [body = std::move(body), name, group = group_, timeout = timeout_, wanted = options.timeout]() mutable {
+    auto timed = [body = std::move(body), name, group = group_, timeout = timeout_,
+                  wanted = options.timeout]() mutable {
       RECORD_FUNCTION(name, std::vector<c10::IValue>());
       if (wanted <= Milliseconds::zero() || wanted == timeout) return body();
       group->set_timeout(wanted);
@@ -90,9 +91,8 @@ class ShmBackend : public c10d::Backend {
       queue_->run(timed);
       return c10::make_intrusive<CompletedWork>(getRank(), type, std::move(outputs));
     }
-    auto work =
-        c10::make_intrusive<QueuedWork>(getRank(), type, std::move(outputs), std::function<void()>(std::move(timed)),
-                                        queue_);
+    auto work = c10::make_intrusive<QueuedWork>(getRank(), type, std::move(outputs),
+                                                std::function<void()>(std::move(timed)), queue_);
     queue_->push(work);
     return work;
   }

@@ -64,11 +64,10 @@ PYBIND11_MODULE(fsdp_tp_torch, module) {
       .def("unlink", &Segment::unlink)
       .def_property_readonly("handle", &Segment::handle);
   py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(module, "ShmBackend")
-      .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size,
-                       std::chrono::milliseconds timeout) {
+      .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
              py::gil_scoped_release released;  // joining waits for the other ranks
-             return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank,
-                                                    size, timeout);
+             return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank, size,
+                                                    timeout);
            }),
            py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"));
 }

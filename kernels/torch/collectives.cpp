@@ -20,8 +20,8 @@ void reduce_alone(const at::Tensor& out, const at::Tensor& in, const Reduction& 
 void all_reduce(const Group& group, const at::Tensor& tensor, const Reduction& reduction) {
   if (group.size == 1) return reduce_alone(tensor, tensor, reduction);
   const Output data(tensor, /*with_contents=*/true);
-  group.check(fsdp_tp_all_reduce(group.handle(), data.data(), tensor.numel(), reduction.dtype, reduction.op,
-                                 reduction.factor));
+  group.check(
+      fsdp_tp_all_reduce(group.handle(), data.data(), tensor.numel(), reduction.dtype, reduction.op, reduction.factor));
   data.finish();
 }
 
@@ -90,8 +90,8 @@ void reduce_scatter_list(const Group& group, const at::Tensor& output, const Ten
 void all_to_all(const Group& group, const std::vector<void*>& outs, const std::vector<size_t>& out_bytes,
                 const std::vector<const void*>& ins, const std::vector<size_t>& in_bytes) {
   if (group.size == 1) {
-    TORCH_CHECK_VALUE(out_bytes[0] == in_bytes[0], "all_to_all over one rank receives ", out_bytes[0],
-                      " bytes of the ", in_bytes[0], " that it sends");
+    TORCH_CHECK_VALUE(out_bytes[0] == in_bytes[0], "all_to_all over one rank receives ", out_bytes[0], " bytes of the ",
+                      in_bytes[0], " that it sends");
     if (in_bytes[0]) std::memcpy(outs[0], ins[0], in_bytes[0]);
     return;
   }
@@ -292,8 +292,8 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, TensorLists& inputs, c
     Tensors contiguous;
     std::vector<const void*> pointers;
     for (const auto& each : list) pointers.push_back(contiguous.emplace_back(each.contiguous()).data_ptr());
-    group->check(fsdp_tp_scatter(group->handle(), out.data(), pointers.empty() ? nullptr : pointers.data(),
-                                 out.bytes(), root));
+    group->check(
+        fsdp_tp_scatter(group->handle(), out.data(), pointers.empty() ? nullptr : pointers.data(), out.bytes(), root));
     out.finish();
   });
 }
@@ -303,14 +303,14 @@ ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
   check_parts(input, output, getSize(), "reduce_scatter_tensor");
   const auto reduction = reduction_of(options.reduceOp, input.scalar_type());
   if (!reduction) {
-    return run_on_gloo(OpType::_REDUCE_SCATTER_BASE, "fsdp_tp_shm:reduce_scatter", options, {output},
-                       [output, input, options](Backend& gloo) mutable {
-                         return gloo._reduce_scatter_base(output, input, options);
-                       });
+    return run_on_gloo(
+        OpType::_REDUCE_SCATTER_BASE, "fsdp_tp_shm:reduce_scatter", options, {output},
+        [output, input, options](Backend& gloo) mutable { return gloo._reduce_scatter_base(output, input, options); });
   }
-  return run(
-      OpType::_REDUCE_SCATTER_BASE, "fsdp_tp_shm:reduce_scatter", options, {output},
-      [group = group_, output, input, reduction = *reduction] { reduce_scatter_base(*group, output, input, reduction); });
+  return run(OpType::_REDUCE_SCATTER_BASE, "fsdp_tp_shm:reduce_scatter", options, {output},
+             [group = group_, output, input, reduction = *reduction] {
+               reduce_scatter_base(*group, output, input, reduction);
+             });
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -344,10 +344,9 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& in
   check_list(inputs[0], output, getSize(), "reduce_scatter");
   const auto reduction = reduction_of(options.reduceOp, output.scalar_type());
   if (!reduction) {
-    return run_on_gloo(OpType::REDUCE_SCATTER, "fsdp_tp_shm:reduce_scatter", options, outputs,
-                       [outputs, inputs, options](Backend& gloo) mutable {
-                         return gloo.reduce_scatter(outputs, inputs, options);
-                       });
+    return run_on_gloo(
+        OpType::REDUCE_SCATTER, "fsdp_tp_shm:reduce_scatter", options, outputs,
+        [outputs, inputs, options](Backend& gloo) mutable { return gloo.reduce_scatter(outputs, inputs, options); });
   }
   return run(OpType::REDUCE_SCATTER, "fsdp_tp_shm:reduce_scatter", options, outputs,
              [group = group_, output, list = inputs[0], reduction = *reduction] {

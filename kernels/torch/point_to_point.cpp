@@ -25,7 +25,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::send(std::shared_ptr<Group> group, 
                                                   int tag) {
   auto work = c10::make_intrusive<RequestWork>(group, c10d::OpType::SEND, tensor, tensor.contiguous());
   group->check_request(fsdp_tp_isend(group->handle(), work->buffer_.data_ptr(), work->buffer_.nbytes(), to,
-                             static_cast<uint32_t>(tag), &work->request_));
+                                     static_cast<uint32_t>(tag), &work->request_));
   return work;
 }
 
@@ -34,8 +34,8 @@ c10::intrusive_ptr<RequestWork> RequestWork::receive(std::shared_ptr<Group> grou
   const auto buffer = tensor.is_contiguous() ? tensor : at::empty_like(tensor, at::MemoryFormat::Contiguous);
   const auto type = source < 0 ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
   auto work = c10::make_intrusive<RequestWork>(group, type, tensor, buffer);
-  group->check_request(fsdp_tp_irecv(group->handle(), buffer.data_ptr(), buffer.nbytes(), source, static_cast<uint32_t>(tag),
-                             &work->request_));
+  group->check_request(fsdp_tp_irecv(group->handle(), buffer.data_ptr(), buffer.nbytes(), source,
+                                     static_cast<uint32_t>(tag), &work->request_));
   return work;
 }
 

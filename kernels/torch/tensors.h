@@ -23,9 +23,10 @@ std::optional<Reduction> reduction_of(const c10d::ReduceOp& op, at::ScalarType d
 class Output {
  public:
   explicit Output(const at::Tensor& tensor, bool with_contents = false)
-      : tensor_(tensor), buffer_(tensor.is_contiguous() ? tensor
-                                 : with_contents        ? tensor.contiguous()
-                                                        : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {}
+      : tensor_(tensor),
+        buffer_(tensor.is_contiguous() ? tensor
+                : with_contents        ? tensor.contiguous()
+                                       : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {}
 
   void* data() const { return buffer_.data_ptr(); }
   size_t bytes() const { return buffer_.nbytes(); }
