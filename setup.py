@@ -53,10 +53,10 @@ class CMakeBuild(build_ext):
         source = Path("fsdp_tp/_lib")
         source.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
-        built = Path(self.get_ext_fullpath("fsdp_tp._lib.any")).parent / REASON
-        if built.exists():
-            shutil.copy(built, source / REASON)
-        elif built.parent.resolve() != source.resolve():
+        reason = Path(self.build_lib) / source / REASON
+        if reason.exists():
+            shutil.copy(reason, source)
+        else:
             (source / REASON).unlink(missing_ok=True)
 
 

@@ -69,7 +69,9 @@ PYBIND11_MODULE(fsdp_tp_torch, module) {
              return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank, size,
                                                     timeout);
            }),
-           py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"));
+           py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"))
+      // Torch binds it for its own backends one by one.
+      .def("_set_default_timeout", &ShmBackend::setTimeout, py::arg("timeout"));
 }
 
 }  // namespace fsdp_tp

@@ -109,7 +109,8 @@ std::vector<size_t> split_bytes(const at::Tensor& tensor, const std::vector<int6
   int64_t rows = 0;
   for (const auto size : sizes) rows += size;
   TORCH_CHECK_VALUE(static_cast<int>(sizes.size()) == ranks && rows == tensor.size(0), "all_to_all_single: ", name,
-                    "_split_sizes ", sizes, " must be ", ranks, " numbers that add up to ", tensor.size(0));
+                    "_split_sizes ", at::IntArrayRef(sizes), " must be ", ranks, " numbers that add up to ",
+                    tensor.size(0));
   std::vector<size_t> bytes;
   for (const auto size : sizes) bytes.push_back(rows ? tensor.nbytes() / rows * size : 0);
   return bytes;

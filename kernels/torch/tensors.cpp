@@ -37,6 +37,9 @@ double factor_of(const c10d::ReduceOp& op) {
 std::optional<Reduction> reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
   const auto known = dtype_of(dtype);
   if (!known) return std::nullopt;
+  TORCH_CHECK_VALUE(
+      at::isFloatingType(dtype) || (op.op_ != c10d::ReduceOp::AVG && op.op_ != c10d::ReduceOp::PREMUL_SUM),
+      "AVG and PREMUL_SUM are for floating-point tensors, not for ", dtype);
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       return Reduction{*known, FSDP_TP_SUM, 1};

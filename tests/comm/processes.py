@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing as mp
 import os
@@ -31,15 +32,17 @@ class Job:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def results(self, within: float = 30) -> list[Any]:
-        """What the ranks returned, as far as they did ``within`` seconds; None of the others. Ends them all."""
+    def results(self, *, but: int | None = None, within: float = 30) -> list[Any]:
+        """What the ranks returned within some seconds, and None of those that did not and of rank ``but``.
+
+        Ends the processes.
+        """
         deadline = time.monotonic() + within
-        found = []
-        for _, connection in self._ranks:
-            try:
-                found.append(connection.recv() if connection.poll(max(0.0, deadline - time.monotonic())) else None)
-            except EOFError:
-                found.append(None)
+        found: list[Any] = [None] * len(self._ranks)
+        for rank, (_, connection) in enumerate(self._ranks):
+            with contextlib.suppress(EOFError):  # it has died
+                if rank != but and connection.poll(max(0.0, deadline - time.monotonic())):
+                    found[rank] = connection.recv()
         for process, _ in self._ranks:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""Which backend a CPU job runs on, and how it is installed. If these fail, look in fsdp_tp/comm/backend.py and setup.py."""
+"""Which backend a CPU job runs on. If these fail, look in fsdp_tp/comm/backend.py, fsdp_tp/mesh.py and setup.py."""
 
 import logging
 import os

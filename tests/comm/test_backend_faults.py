@@ -15,6 +15,16 @@ from tests.comm.processes import Job
 from tests.comm.test_backend_programs import _counts
 
 
+def _asynchronous(x):
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+    work.wait()
+
+
+_OPERATIONS = {"collective": dist.all_reduce, "asynchronous": _asynchronous, "message": lambda x: dist.recv(x, 1)}
+
+
 def _until_it_fails(way, how):
     """Rank 1 ends or stops itself; what the others are told, after how long, and what is left once they are done."""
     alone = _counts()
@@ -25,15 +35,7 @@ def _until_it_fails(way, how):
         time.sleep(60)
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        if way == "collective":
-            dist.all_reduce(x)
-        elif way == "asynchronous":
-            work = dist.all_reduce(x, async_op=True)
-            while not work.is_completed():
-                time.sleep(0.01)
-            work.wait()
-        else:
-            dist.recv(x, 1)
+        _OPERATIONS[way](x)
     took = time.monotonic() - started
     dist.destroy_process_group()
     now = _counts()
@@ -53,8 +55,7 @@ def _until_it_fails(way, how):
 def test_the_others_are_told_which_rank_ended_or_stopped(way, how, operation):
     timeout = 2
     before = set(os.listdir("/dev/shm"))
-    results = Job(3, _until_it_fails, way, how, timeout=timeout if how == signal.SIGSTOP else 30).results()
-    assert results[1] is None
+    results = Job(3, _until_it_fails, way, how, timeout=timeout if how == signal.SIGSTOP else 30).results(but=1)
     for message, took, left in (results[0], results[2]):
         assert f"{operation}: " in message
         assert "rank 1 (process " in message
