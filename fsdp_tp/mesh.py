@@ -187,7 +187,7 @@ def init_mesh(
     mesh = ParallelMesh(device_mesh, backend=backend)
     # Making a group takes every rank: here all of them are.
     axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
-    groups = {axis.get_group() for axis in axes} | {dist.group.WORLD}
+    groups = {axis.get_group() for axis in axes} | {dist.distributed_c10d._get_default_group()}
     if timeout is not None:
         for group in groups:
             for device in group._device_types:

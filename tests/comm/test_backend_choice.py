@@ -27,10 +27,11 @@ class _Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def _mesh_over(name):
+def _mesh_over(name, store):
     """The backends of a mesh's axes where the script has started `name`, and what init_mesh says of them."""
+    dist.barrier()  # gloo does not like others to leave while it joins
     dist.destroy_process_group()
-    store = dist.FileStore(os.environ["FSDP_TP_TEST_STORE"] + name, 4)
+    store = dist.FileStore(store, 4)
     dist.init_process_group(name, store=store, rank=int(os.environ["RANK"]), world_size=4)
     records, logger = _Records(), logging.getLogger("fsdp_tp")
     level = logger.level
@@ -44,16 +45,15 @@ def _mesh_over(name):
 
 
 def _meshes(directory):
-    os.environ["FSDP_TP_TEST_STORE"] = directory
-    found = [_mesh_over(backend.NAME), _mesh_over("gloo")]
+    found = [_mesh_over(backend.NAME, f"{directory}/1"), _mesh_over("gloo", f"{directory}/2")]
     os.environ["FSDP_TP_BACKEND"] = "gloo"
-    found.append(_mesh_over("gloo"))
+    found.append(_mesh_over("gloo", f"{directory}/3"))
     del os.environ["FSDP_TP_BACKEND"]
     return found
 
 
 def test_the_axes_of_a_mesh_share_memory_and_init_mesh_says_so(tmp_path):
-    results = run(4, _meshes, f"{tmp_path}/")
+    results = run(4, _meshes, str(tmp_path))
     ours = [backend.NAME] * 3
     for result in results:
         assert [names for names, _ in result] == [ours, ours, ["gloo"] * 3]
