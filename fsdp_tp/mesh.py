@@ -182,7 +182,7 @@ def init_mesh(
         device_type,
         tuple(shape),
         mesh_dim_names=MeshShape._fields,
-        backend_override=backend and dict.fromkeys(MeshShape._fields, backend),
+        backend_override={name: backend for name in MeshShape._fields} if backend else None,
     )
     mesh = ParallelMesh(device_mesh, backend=backend)
     # Making a group takes every rank: here all of them are.

@@ -77,7 +77,7 @@ def _native() -> Any:
     return native
 
 
-def _create(options: Any, _: Any) -> dist.Backend:
+def _create(options: Any, _: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     # A store may have served a group of this name before. Groups are made by all ranks together, so they count alike.
     count = options.store.add(f"{NAME}/{rank}", 1)
