@@ -56,4 +56,25 @@ std::optional<Reduction> reduction_of(const c10d::ReduceOp& op, at::ScalarType d
   }
 }
 
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* name) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, name, " takes one tensor a call, not ", tensors.size());
+  return tensors[0];
+}
+
+void check_list(const std::vector<at::Tensor>& list, const at::Tensor& one, int ranks, const char* name) {
+  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks, name, ": a list of ", list.size(), " tensors, for ", ranks,
+                    " ranks");
+  for (const auto& each : list) {
+    TORCH_CHECK_VALUE(each.numel() == one.numel() && each.scalar_type() == one.scalar_type(), name,
+                      ": the tensors must be of one size and dtype, but there is ", each.sizes(), " of ", each.dtype(),
+                      " beside ", one.sizes(), " of ", one.dtype());
+  }
+}
+
+void check_parts(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* name) {
+  TORCH_CHECK_VALUE(whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(), name, ": ",
+                    whole.sizes(), " of ", whole.dtype(), " is not ", ranks, " times ", part.sizes(), " of ",
+                    part.dtype());
+}
+
 }  // namespace fsdp_tp

@@ -7,6 +7,8 @@
 
 #include <optional>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <type_traits>
+#include <vector>
 
 namespace fsdp_tp {
 
@@ -42,5 +44,22 @@ class Output {
   at::Tensor tensor_;
   at::Tensor buffer_;
 };
+
+// Where the equal parts of a tensor begin.
+template <typename Pointer>
+std::vector<Pointer> parts(Pointer data, size_t bytes, int count) {
+  std::vector<Pointer> pointers(count, data);
+  if (!data) return pointers;  // an empty tensor
+  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
+  for (int i = 0; i < count; ++i) pointers[i] = static_cast<Byte*>(data) + i * (bytes / count);
+  return pointers;
+}
+
+// The one tensor of a call that could take several, or ValueError.
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* name);
+// ValueError unless `list` has a tensor like `one` for each rank.
+void check_list(const std::vector<at::Tensor>& list, const at::Tensor& one, int ranks, const char* name);
+// ValueError unless `whole` is as large as a `part` for each rank.
+void check_parts(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* name);
 
 }  // namespace fsdp_tp

@@ -1,3 +1,5 @@
+// Collectives that compute nothing: broadcast, gather, scatter, all-to-all, barrier.
+
 #include <cstring>
 
 #include "torch/backend.h"
@@ -10,21 +12,6 @@ namespace {
 using c10d::OpType;
 using Tensors = ShmBackend::Tensors;
 
-// What a reduction over a single rank leaves.
-void reduce_alone(const at::Tensor& out, const at::Tensor& in, const Reduction& reduction) {
-  at::NoGradGuard no_grad;
-  if (!out.is_same(in)) out.copy_(in.view_as(out));
-  if (reduction.op == FSDP_TP_PREMUL_SUM) out.mul_(reduction.factor);
-}
-
-void all_reduce(const Group& group, const at::Tensor& tensor, const Reduction& reduction) {
-  if (group.size == 1) return reduce_alone(tensor, tensor, reduction);
-  const Output data(tensor, /*with_contents=*/true);
-  group.check(
-      fsdp_tp_all_reduce(group.handle(), data.data(), tensor.numel(), reduction.dtype, reduction.op, reduction.factor));
-  data.finish();
-}
-
 // outputs[r] = input of rank r.
 void all_gather(const Group& group, const std::vector<void*>& outputs, const at::Tensor& input) {
   if (group.size == 1) {
@@ -32,16 +19,6 @@ void all_gather(const Group& group, const std::vector<void*>& outputs, const at:
     return;
   }
   group.check(fsdp_tp_all_gather(group.handle(), outputs.data(), input.data_ptr(), input.nbytes()));
-}
-
-// Where the equal parts of a tensor begin.
-template <typename Pointer>
-std::vector<Pointer> parts(Pointer data, size_t bytes, int count) {
-  std::vector<Pointer> pointers(count, data);
-  if (!data) return pointers;  // an empty tensor
-  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
-  for (int i = 0; i < count; ++i) pointers[i] = static_cast<Byte*>(data) + i * (bytes / count);
-  return pointers;
 }
 
 void all_gather_base(const Group& group, const at::Tensor& output, const at::Tensor& input) {
@@ -56,35 +33,6 @@ void all_gather_list(const Group& group, const Tensors& outputs, const at::Tenso
   for (const auto& out : outs) pointers.push_back(out.data());
   all_gather(group, pointers, input.contiguous());
   for (const auto& out : outs) out.finish();
-}
-
-void reduce_scatter_base(const Group& group, const at::Tensor& output, const at::Tensor& input,
-                         const Reduction& reduction) {
-  const Output out(output);
-  const auto in = input.contiguous();
-  if (group.size == 1) {
-    reduce_alone(out.buffer(), in, reduction);
-  } else {
-    const auto ins = parts<const void*>(in.data_ptr(), in.nbytes(), group.size);
-    group.check(fsdp_tp_reduce_scatter(group.handle(), out.data(), reduction.dtype, ins.data(), output.numel(),
-                                       reduction.dtype, reduction.op, reduction.factor));
-  }
-  out.finish();
-}
-
-void reduce_scatter_list(const Group& group, const at::Tensor& output, const Tensors& inputs,
-                         const Reduction& reduction) {
-  const Output out(output);
-  if (group.size == 1) {
-    reduce_alone(out.buffer(), inputs[0], reduction);
-  } else {
-    Tensors contiguous;
-    std::vector<const void*> ins;
-    for (const auto& input : inputs) ins.push_back(contiguous.emplace_back(input.contiguous()).data_ptr());
-    group.check(fsdp_tp_reduce_scatter(group.handle(), out.data(), reduction.dtype, ins.data(), output.numel(),
-                                       reduction.dtype, reduction.op, reduction.factor));
-  }
-  out.finish();
 }
 
 void all_to_all(const Group& group, const std::vector<void*>& outs, const std::vector<size_t>& out_bytes,
@@ -126,79 +74,7 @@ std::vector<Pointer> running(Pointer data, const std::vector<size_t>& bytes) {
   return pointers;
 }
 
-const at::Tensor& only(const Tensors& tensors, const char* name) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, name, " takes one tensor a call, not ", tensors.size());
-  return tensors[0];
-}
-
-// Of a list that has one tensor for each rank.
-void check_list(const Tensors& list, const at::Tensor& one, int ranks, const char* name) {
-  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks, name, ": a list of ", list.size(), " tensors, for ", ranks,
-                    " ranks");
-  for (const auto& each : list) {
-    TORCH_CHECK_VALUE(each.numel() == one.numel() && each.scalar_type() == one.scalar_type(), name,
-                      ": the tensors must be of one size and dtype, but there is ", each.sizes(), " of ", each.dtype(),
-                      " beside ", one.sizes(), " of ", one.dtype());
-  }
-}
-
-void check_parts(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* name) {
-  TORCH_CHECK_VALUE(whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(), name, ": ",
-                    whole.sizes(), " of ", whole.dtype(), " is not ", ranks, " times ", part.sizes(), " of ",
-                    part.dtype());
-}
-
 }  // namespace
-
-ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const auto& tensor = only(tensors, "all_reduce");
-  const auto reduction = reduction_of(options.reduceOp, tensor.scalar_type());
-  if (!reduction) {
-    return run_on_gloo(OpType::ALLREDUCE, "fsdp_tp_shm:all_reduce", options, tensors,
-                       [tensors, options](Backend& gloo) mutable { return gloo.allreduce(tensors, options); });
-  }
-  return run(OpType::ALLREDUCE, "fsdp_tp_shm:all_reduce", options, tensors,
-             [group = group_, tensor, reduction = *reduction] { all_reduce(*group, tensor, reduction); });
-}
-
-ShmBackend::WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return run_on_gloo(OpType::_ALLREDUCE_SPARSE, "fsdp_tp_shm:all_reduce_sparse", options, tensors,
-                     [tensors, options](Backend& gloo) mutable { return gloo.allreduce_sparse(tensors, options); });
-}
-
-ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<Reduction> reductions;
-  for (const auto& tensor : tensors) {
-    const auto reduction = reduction_of(options.reduceOp, tensor.scalar_type());
-    if (!reduction) {
-      return run_on_gloo(
-          OpType::ALLREDUCE_COALESCED, "fsdp_tp_shm:all_reduce_coalesced", options, tensors,
-          [tensors, options](Backend& gloo) mutable { return gloo.allreduce_coalesced(tensors, options); });
-    }
-    reductions.push_back(*reduction);
-  }
-  return run(OpType::ALLREDUCE_COALESCED, "fsdp_tp_shm:all_reduce_coalesced", options, tensors,
-             [group = group_, tensors, reductions] {
-               for (size_t i = 0; i < tensors.size(); ++i) all_reduce(*group, tensors[i], reductions[i]);
-             });
-}
-
-ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const auto& tensor = only(tensors, "reduce");
-  const auto reduction = reduction_of(options.reduceOp, tensor.scalar_type());
-  if (!reduction) {
-    return run_on_gloo(OpType::REDUCE, "fsdp_tp_shm:reduce", options, tensors,
-                       [tensors, options](Backend& gloo) mutable { return gloo.reduce(tensors, options); });
-  }
-  return run(OpType::REDUCE, "fsdp_tp_shm:reduce", options, tensors,
-             [group = group_, tensor, reduction = *reduction, root = static_cast<int>(options.rootRank)] {
-               if (group->size == 1) return reduce_alone(tensor, tensor, reduction);
-               const Output data(tensor, /*with_contents=*/true);
-               group->check(fsdp_tp_reduce_to(group->handle(), data.data(), tensor.numel(), reduction.dtype,
-                                              reduction.op, reduction.factor, root));
-               if (group->rank == root) data.finish();
-             });
-}
 
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const auto& tensor = only(tensors, "broadcast");
@@ -297,62 +173,6 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, TensorLists& inputs, c
         fsdp_tp_scatter(group->handle(), out.data(), pointers.empty() ? nullptr : pointers.data(), out.bytes(), root));
     out.finish();
   });
-}
-
-ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                     const c10d::ReduceScatterOptions& options) {
-  check_parts(input, output, getSize(), "reduce_scatter_tensor");
-  const auto reduction = reduction_of(options.reduceOp, input.scalar_type());
-  if (!reduction) {
-    return run_on_gloo(
-        OpType::_REDUCE_SCATTER_BASE, "fsdp_tp_shm:reduce_scatter", options, {output},
-        [output, input, options](Backend& gloo) mutable { return gloo._reduce_scatter_base(output, input, options); });
-  }
-  return run(OpType::_REDUCE_SCATTER_BASE, "fsdp_tp_shm:reduce_scatter", options, {output},
-             [group = group_, output, input, reduction = *reduction] {
-               reduce_scatter_base(*group, output, input, reduction);
-             });
-}
-
-ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: ", outputs.size(),
-                    " outputs for ", inputs.size(), " inputs");
-  std::vector<Reduction> reductions;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    check_parts(inputs[i], outputs[i], getSize(), "reduce_scatter_tensor_coalesced");
-    const auto reduction = reduction_of(options.reduceOp, inputs[i].scalar_type());
-    if (!reduction) {
-      return run_on_gloo(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "fsdp_tp_shm:reduce_scatter", options, outputs,
-                         [outputs, inputs, options](Backend& gloo) mutable {
-                           return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options);
-                         });
-    }
-    reductions.push_back(*reduction);
-  }
-  return run(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "fsdp_tp_shm:reduce_scatter", options, outputs,
-             [group = group_, outputs, inputs, reductions] {
-               for (size_t i = 0; i < outputs.size(); ++i) {
-                 reduce_scatter_base(*group, outputs[i], inputs[i], reductions[i]);
-               }
-             });
-}
-
-ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                                               const c10d::ReduceScatterOptions& options) {
-  const auto& output = only(outputs, "reduce_scatter");
-  TORCH_CHECK_VALUE(inputs.size() == 1, "reduce_scatter takes one list of inputs, not ", inputs.size());
-  check_list(inputs[0], output, getSize(), "reduce_scatter");
-  const auto reduction = reduction_of(options.reduceOp, output.scalar_type());
-  if (!reduction) {
-    return run_on_gloo(
-        OpType::REDUCE_SCATTER, "fsdp_tp_shm:reduce_scatter", options, outputs,
-        [outputs, inputs, options](Backend& gloo) mutable { return gloo.reduce_scatter(outputs, inputs, options); });
-  }
-  return run(OpType::REDUCE_SCATTER, "fsdp_tp_shm:reduce_scatter", options, outputs,
-             [group = group_, output, list = inputs[0], reduction = *reduction] {
-               reduce_scatter_list(*group, output, list, reduction);
-             });
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
