@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from fsdp_tp.comm.choose import finish_forward
 from fsdp_tp.comm.functional import all_reduce
 from fsdp_tp.layers.bound import Bound, locals_bound
 from fsdp_tp.layers.front import Front, put_in_front
@@ -141,6 +142,7 @@ class _InStep:
         with torch.no_grad():
             while error is None and not self._meet(done=True):
                 self._model._only_gather(self._order)
+                finish_forward(self._model)
 
     def _before_forward(self, *_: Any) -> None:
         self._meet(done=False)

@@ -98,9 +98,17 @@ def _param_groups(module: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before torch 2.12
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def finish_forward(module: nn.Module, *_: Any) -> None:
+    """The end of a forward of an outermost module: without gradients, only once no rank reads parameters any more."""
+    if not torch.is_grad_enabled() and (watched := vars(module).get("_zero_copy")) is not None:
+        for group in dict.fromkeys(each.group for each in watched[0]):
+            group.barrier()
+
+
 def _watch(modules: Iterable[nn.Module], all_gather: ZeroCopyAllGather) -> None:
     """Hooks of outermost modules: parameters that were replaced move into shared memory before a forward, and
-    a forward without gradients ends only when no rank reads parameters any more."""
+    :func:`finish_forward`."""
     all_gathers = [all_gather]
     modules = list(modules)
     for module in modules:
@@ -116,13 +124,7 @@ def _watch(modules: Iterable[nn.Module], all_gather: ZeroCopyAllGather) -> None:
         for each in all_gathers:
             each.adopt()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            for group in dict.fromkeys(each.group for each in all_gathers):
-                group.barrier()
-
     for module in modules:
         # The first before FSDP's own hook, which gathers.
-        handles = [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
+        handles = [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(finish_forward)]
         vars(module)["_zero_copy"] = (all_gathers, handles)
