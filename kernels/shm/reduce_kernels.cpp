@@ -122,13 +122,15 @@ struct Float16 {
     const auto bits = __builtin_bit_cast(Integers, value);
     const Integers magnitude = bits & 0x7fffffff;
     // As for bfloat16; what rounds up from the largest float16 carries into infinity.
-    const Integers normal = (magnitude - (kRebias << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    // Unsigned, since it overflows for a NaN, whose result is another.
+    const auto words = __builtin_bit_cast(Words, magnitude);
+    const Words normal = ((words + 0xfff + ((words >> 13) & 1)) >> 13) - (kRebias << 10);
     // The last place of 0.5 is that of a subnormal float16, so the addition rounds to it.
     const Floats shifted = __builtin_bit_cast(Floats, magnitude) + 0.5f;
     const Integers subnormal = __builtin_bit_cast(Integers, shifted) - __builtin_bit_cast(int32_t, 0.5f);
     const Integers nan = ((magnitude >> 13) & 0x3ff) | 0x7e00;
-    Integers half = magnitude < ((kRebias + 1) << 23) ? subnormal : normal;
-    half = magnitude > ((kRebias + 31) << 23) - 1 ? 0x7c00 - Integers{} : half;
+    Integers half = magnitude < ((kRebias + 1) << 23) ? subnormal : __builtin_bit_cast(Integers, normal);
+    half = magnitude > ((kRebias + 31) << 23) - 1 ? Integers{} + 0x7c00 : half;
     half = magnitude > 0x7f800000 ? nan : half;
     return truncate(__builtin_bit_cast(Words, half | ((bits >> 16) & 0x8000)));
   }
