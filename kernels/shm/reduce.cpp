@@ -10,12 +10,12 @@
 
 namespace {
 
-using fsdp_tp::Reduction;
+using fsdp_tp::ReduceArguments;
 
 struct InstructionSet {
   const char* name;
   bool supported;
-  void (*reduce)(const Reduction&);
+  void (*reduce)(const ReduceArguments&);
 };
 
 InstructionSet choose() {

@@ -9,131 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 #include "shm/reduce.h"
+#include "shm/reduce_formats.h"
 
 namespace {
 
-using fsdp_tp::Reduction;
-
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;  // SSE2, NEON; anywhere else the compiler splits it
-#endif
-
-template <typename T, int kLanes>
-struct VectorOf {
-  using type __attribute__((vector_size(kLanes * sizeof(T)))) = T;
-};
-template <typename T, int kLanes>
-using Vector = typename VectorOf<T, kLanes>::type;
-
-constexpr int kFloats = kVectorBytes / sizeof(float);
-using Floats = Vector<float, kFloats>;
-using Words = Vector<uint32_t, kFloats>;
-using Integers = Vector<int32_t, kFloats>;
-using Halves = Vector<uint16_t, kFloats>;
-
-// __builtin_convertvector would do for all of these, but GCC 12 makes many instructions of one. The
-// masks are all ones: the functions without a mask warn of their own undefined values in GCC 12.
-#if defined(__AVX512F__)
-Words extend(Halves value) {
-  return __builtin_bit_cast(Words, _mm512_maskz_cvtepu16_epi32(0xffff, __builtin_bit_cast(__m256i, value)));
-}
-Halves truncate(Words value) {
-  return __builtin_bit_cast(Halves, _mm512_maskz_cvtepi32_epi16(0xffff, __builtin_bit_cast(__m512i, value)));
-}
-#elif defined(__AVX2__)
-Words extend(Halves value) {
-  return __builtin_bit_cast(Words, _mm256_cvtepu16_epi32(__builtin_bit_cast(__m128i, value)));
-}
-// Of values that fit: larger ones saturate.
-Halves truncate(Words value) {
-  const auto words = __builtin_bit_cast(__m256i, value);
-  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
-  return __builtin_bit_cast(Halves, _mm256_castsi256_si128(halves));
-}
-#else
-Words extend(Halves value) { return __builtin_convertvector(value, Words); }
-Halves truncate(Words value) { return __builtin_convertvector(value, Halves); }
-#endif
-
-// A format has a stored type, a type to compute in, and conversions between vectors of the two.
-template <typename T>
-struct Plain {
-  using Stored = T;
-  using Computed = T;
-  static Vector<T, kVectorBytes / sizeof(T)> widen(Vector<T, kVectorBytes / sizeof(T)> value) { return value; }
-  static Vector<T, kVectorBytes / sizeof(T)> narrow(Vector<T, kVectorBytes / sizeof(T)> value) { return value; }
-};
-
-struct BFloat16 {
-  using Stored = uint16_t;
-  using Computed = float;
-
-  static Floats widen(Halves value) { return __builtin_bit_cast(Floats, extend(value) << 16); }
-
-  static Halves narrow(Floats value) {
-    const auto bits = __builtin_bit_cast(Words, value);
-    // Just under half of the last kept place, and one more if that place is odd: ties go to even.
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    // Rounding could carry a NaN over into infinity.
-    return truncate(value == value ? rounded : Words{} + 0x7fc0);
-  }
-};
-
-struct Float16 {
-  using Stored = uint16_t;
-  using Computed = float;
-
-#if defined(__AVX512F__)
-  static Floats widen(Halves value) { return _mm512_maskz_cvtph_ps(0xffff, __builtin_bit_cast(__m256i, value)); }
-  static Halves narrow(Floats value) {
-    const int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return __builtin_bit_cast(Halves, _mm512_maskz_cvtps_ph(0xffff, value, rounding));
-  }
-#elif defined(__F16C__)
-  static Floats widen(Halves value) { return _mm256_cvtph_ps(__builtin_bit_cast(__m128i, value)); }
-  static Halves narrow(Floats value) {
-    return __builtin_bit_cast(Halves, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  }
-#else
-  static constexpr int kRebias = 127 - 15;  // between the exponent biases of float32 and float16
-
-  static Floats widen(Halves value) {
-    const auto half = __builtin_bit_cast(Integers, extend(value));
-    const Integers magnitude = half & 0x7fff;
-    const Integers normal = (magnitude << 13) + (kRebias << 23);
-    // No step of this is a subnormal float32, so it is right even where the processor flushes those.
-    const Floats subnormal = __builtin_convertvector(magnitude, Floats) * 0x1p-24f;
-    Integers bits = magnitude < 0x400 ? __builtin_bit_cast(Integers, subnormal) : normal;
-    bits += (magnitude > 0x7bff) & (kRebias << 23);
-    bits |= (magnitude > 0x7c00) & 0x400000;  // NaNs are quiet, as the instruction has it
-    return __builtin_bit_cast(Floats, bits | ((half & 0x8000) << 16));
-  }
-
-  static Halves narrow(Floats value) {
-    const auto bits = __builtin_bit_cast(Integers, value);
-    const Integers magnitude = bits & 0x7fffffff;
-    // As for bfloat16; what rounds up from the largest float16 carries into infinity.
-    const Integers normal = (magnitude - (kRebias << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    // The last place of 0.5 is that of a subnormal float16, so the addition rounds to it.
-    const Floats shifted = __builtin_bit_cast(Floats, magnitude) + 0.5f;
-    const Integers subnormal = __builtin_bit_cast(Integers, shifted) - __builtin_bit_cast(int32_t, 0.5f);
-    const Integers nan = ((magnitude >> 13) & 0x3ff) | 0x7e00;
-    Integers half = magnitude < ((kRebias + 1) << 23) ? subnormal : normal;
-    half = magnitude > ((kRebias + 31) << 23) - 1 ? 0x7c00 - Integers{} : half;
-    half = magnitude > 0x7f800000 ? nan : half;
-    return truncate(__builtin_bit_cast(Words, half | ((bits >> 16) & 0x8000)));
-  }
-#endif
-};
+using fsdp_tp::ReduceArguments;
 
 // An op starts with the first source, goes on with the next ones, and finishes.
 struct Sum {
@@ -193,7 +74,7 @@ struct Memory {
   }
 
 #ifdef __AVX2__
-  // Streaming bfloat16 in 16 bytes a time takes twice as long as storing it.
+  // Streaming bfloat16 16 bytes at a time takes up to twice as long as storing it.
   static constexpr bool kStreams = sizeof(Stored) >= 32;
 
   // A whole vector to an aligned address, past the caches.
@@ -211,12 +92,12 @@ struct Memory {
 };
 
 #ifdef __AVX2__
-// A plain store first reads the line it writes. From about this size on, streaming past the caches
-// takes 0.75 to 0.9 times as long, and whoever reads `out` next finds it no later. Below, the next
-// reader would still have found `out` in a cache.
-constexpr size_t kStreamedBytes = 8 << 20;
+// A plain store first reads the line it writes. Streamed past the caches, float32 over two sources takes
+// 0.85 of the time from 16 MiB on; but whoever reads `out` next then finds it in memory, which costs more
+// than was saved until, from here on, the caches would not have kept it either.
+constexpr size_t kStreamedBytes = 24 << 20;
 
-bool is_streamed(const Reduction& r, size_t element_size) {
+bool is_streamed(const ReduceArguments& r, size_t element_size) {
   if (r.count < kStreamedBytes / element_size || reinterpret_cast<uintptr_t>(r.out) % element_size != 0) return false;
   for (int rank = 0; rank < r.num_sources; ++rank) {
     if (r.sources[rank] == r.out) return false;  // the line is read anyway
@@ -228,7 +109,7 @@ bool is_streamed(const Reduction& r, size_t element_size) {
 // Reduces kVectors vectors of `size` elements each. All reads come before the first write, which is
 // what lets `out` be one of the sources.
 template <typename From, typename To, int kVectors, bool kStreamed = false>
-[[gnu::always_inline]] inline void step(const Reduction& r, auto op, size_t begin, size_t size) {
+[[gnu::always_inline]] inline void step(const ReduceArguments& r, auto op, size_t begin, size_t size) {
   constexpr int kLanes = Memory<From>::kLanes;
   typename Memory<From>::Computed result[kVectors];
   for (int v = 0; v < kVectors; ++v) {
@@ -250,7 +131,7 @@ template <typename From, typename To, int kVectors, bool kStreamed = false>
 }
 
 template <typename From, typename To>
-void run(const Reduction r, auto op) {  // a copy, which no store can alias
+void run(const ReduceArguments r, auto op) {  // a copy, which no store can alias
   constexpr size_t kLanes = Memory<From>::kLanes;
   constexpr int kVectors = 4;  // hides the latency of the additions and the loop over sources
   constexpr size_t kStep = kVectors * kLanes;
@@ -271,7 +152,7 @@ void run(const Reduction r, auto op) {  // a copy, which no store can alias
 }
 
 template <typename From, typename To>
-void reduce_floats(const Reduction& r) {
+void reduce_floats(const ReduceArguments& r) {
   using T = typename From::Computed;
   const T n = static_cast<T>(r.num_sources);
   switch (r.op) {
@@ -292,7 +173,7 @@ void reduce_floats(const Reduction& r) {
 
 // Unsigned sums wrap around, where signed ones would be undefined.
 template <typename Signed, typename Unsigned>
-void reduce_integers(const Reduction& r) {
+void reduce_integers(const ReduceArguments& r) {
   switch (r.op) {
     case FSDP_TP_SUM:
       return run<Plain<Unsigned>, Plain<Unsigned>>(r, Sum{});
@@ -305,7 +186,7 @@ void reduce_integers(const Reduction& r) {
 
 }  // namespace
 
-void fsdp_tp::FSDP_TP_KERNELS::reduce(const Reduction& r) {
+void fsdp_tp::FSDP_TP_KERNELS::reduce(const ReduceArguments& r) {
   const bool to_float32 = r.out_dtype == FSDP_TP_FLOAT32;
   switch (r.dtype) {
     case FSDP_TP_FLOAT32:

@@ -8,7 +8,7 @@
 namespace fsdp_tp {
 
 // The arguments of fsdp_tp_reduce, already checked. Casts from float32 are SUMs over one source.
-struct Reduction {
+struct ReduceArguments {
   void* out;
   int out_dtype;
   const void* const* sources;
@@ -20,13 +20,13 @@ struct Reduction {
 };
 
 namespace scalar {
-void reduce(const Reduction& reduction);
+void reduce(const ReduceArguments& arguments);
 }
 namespace avx2 {
-void reduce(const Reduction& reduction);
+void reduce(const ReduceArguments& arguments);
 }
 namespace avx512 {
-void reduce(const Reduction& reduction);
+void reduce(const ReduceArguments& arguments);
 }
 
 }  // namespace fsdp_tp
