@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = measure(*((9, 3) if options.quick else (40, 9)))
+    rows = measure(*((7, 3) if options.quick else (40, 9)))
     show(rows)
     if options.json:
         options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")

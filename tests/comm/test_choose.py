@@ -20,7 +20,7 @@ from tests.ranks import run
 
 
 def _said(shard):
-    """What ``shard()`` logs, and which all-gather the module it returns has."""
+    """What ``shard()`` logs of strategies, and which all-gather the module it returns has."""
     stream, logger = io.StringIO(), logging.getLogger("fsdp_tp")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
@@ -33,7 +33,8 @@ def _said(shard):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return stream.getvalue(), type(module._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
+    said = "".join(line for line in stream.getvalue().splitlines(keepends=True) if " comm=" in line)
+    return said, type(module._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
 
 
 def _net(rows=4):
