@@ -123,6 +123,7 @@ def physical_bytes(tensors: Iterable[Tensor]) -> int:
 
 def serve(rank: int, store: str, comms: dict[str, str], connection: Any) -> None:
     torch.set_num_threads(1)
+    os.environ["FSDP_TP_BACKEND"] = "gloo"  # the peer is torch's, even where init_mesh knows a faster backend
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
     trainers = {variant: Trainer(comm) for variant, comm in comms.items()}
     gc.collect()
