@@ -45,8 +45,8 @@ def torch_cases(rank: int, world: int, store: str) -> Callable[[Case], Callable[
     """What makes a call of each case, after one that was checked."""
     import torch
     import torch.distributed as dist
-    from fsdp_tp.comm.backend import register
 
+    from fsdp_tp.comm.backend import register
     from fsdp_tp.comm.shared_memory import SharedGroup
 
     torch.set_num_threads(1)
