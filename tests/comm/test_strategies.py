@@ -244,7 +244,7 @@ def _race(steps):
 
 
 def test_ranks_that_sleep_at_random_change_no_bit():
-    run(2, _race, 200)
+    run(2, _race, 60)
 
 
 @_gloo()
