@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import re
 import shutil
@@ -61,17 +62,18 @@ class CMakeBuild(build_ext):
 
 
 def torch_options() -> list[str]:
-    import torch
-    from torch.utils.cpp_extension import include_paths
-
-    libraries = Path(torch.__file__).parent / "lib"
+    # Found, not imported: importing torch needs packages that come after it.
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("torch is not installed where this is built (pip install torch, then --no-build-isolation)")
+    torch = Path(found.submodule_search_locations[0])
+    torch_version = re.search(r"^__version__ = '(.+)'$", (torch / "version.py").read_text(), re.MULTILINE)
+    assert torch_version, "torch/version.py has no __version__"
+    include = torch / "include"
     lists = {
-        "INCLUDES": [*include_paths(), sysconfig.get_path("include")],
-        "LIBRARIES": [str(libraries / "libc10.so"), str(libraries / "libtorch_cpu.so")],
-        "DEFINITIONS": [
-            f"_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            f'FSDP_TP_TORCH_VERSION="{torch.__version__}"',
-        ],
+        "INCLUDES": [str(include), str(include / "torch/csrc/api/include"), sysconfig.get_path("include")],
+        "LIBRARIES": [str(torch / "lib" / name) for name in ("libc10.so", "libtorch_cpu.so")],
+        "DEFINITIONS": [f'FSDP_TP_TORCH_VERSION="{torch_version[1]}"'],
     }
     return [f"-DFSDP_TP_TORCH_{name}={';'.join(values)}" for name, values in lists.items()]
 

@@ -1,8 +1,9 @@
 """What does a tensor-parallel step cost, ours beside torch's and transformers' own?
 
-Two local processes of one thread each split one Llama-architecture model over gloo. All variants train in
-turns in the same processes, so that whatever else the machine does falls on all alike. A step is
-forward, loss (in fp32) and backward; an optimizer's step is left out for all alike.
+Two local processes of one thread each split one Llama-architecture model over gloo; "ours, shared memory" is ours
+over the backend fsdp_tp_shm, which it takes by itself. All variants train in turns in the same processes, so that
+whatever else the machine does falls on all alike. A step is forward, loss (in fp32) and backward; an optimizer's
+step is left out for all alike.
 
 ``one_process`` is the whole model on the whole batch in one process, measured while the other core does the
 same. Twice its tokens a second is the ideal of two ranks, to which ``of_ideal`` relates every variant.
@@ -122,12 +123,18 @@ def our_split_loss(model: nn.Module, mesh: Mesh, ids: Tensor, target: Tensor) ->
     return loss
 
 
+SHARED_MEMORY = "ours, shared memory"
 Variants = dict[str, tuple[Callable[[Any, Mesh], nn.Module], Step, str]]
 VARIANTS: Variants = {
     "ours": (
         partial(fsdp_tp.parallelize, loss_parallel=True, sequence_parallel=True),
         our_split_loss,
         "loss_parallel, sequence_parallel",
+    ),
+    SHARED_MEMORY: (
+        partial(fsdp_tp.parallelize, loss_parallel=True, sequence_parallel=True),
+        our_split_loss,
+        "the same, over fsdp_tp_shm",
     ),
     "parallelize_module": (torchs, torch_split_loss, "loss_parallel, PrepareModuleInput"),
     "transformers": (transformers, whole_loss, "DistributedConfig(tp_size=2)"),
@@ -179,19 +186,23 @@ def where_time_goes(step: Callable[[], Any], steps: int) -> dict[str, float]:
 def measure(rank: int, store: str, quick: bool, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
-    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=WORLD_SIZE)
+    os.environ["FSDP_TP_BACKEND"] = "gloo"
+    over_gloo = fsdp_tp.init_mesh(tensor_parallel_degree=WORLD_SIZE)
+    del os.environ["FSDP_TP_BACKEND"]
+    over_memory = fsdp_tp.init_mesh(tensor_parallel_degree=WORLD_SIZE)
     ids = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     ids, target = ids[:, :-1], ids[:, 1:].contiguous()
     variants = VARIANTS if quick else VARIANTS | MORE_VARIANTS
+    meshes = {name: over_memory if name == SHARED_MEMORY else over_gloo for name in variants}
     report: dict[str, Any] = {}
     for dtype in DTYPES:
-        models = {name: make(build(SIZES, dtype), mesh) for name, (make, _, _) in variants.items()}
+        models = {name: make(build(SIZES, dtype), meshes[name]) for name, (make, _, _) in variants.items()}
         seconds: dict[str, list[float]] = {name: [] for name in models}
         losses = {}
 
         def step(name: str, models: dict[str, nn.Module] = models) -> float:
             models[name].zero_grad()
-            return variants[name][1](models[name], mesh, ids, target).item()
+            return variants[name][1](models[name], meshes[name], ids, target).item()
 
         gc.collect()
         gc.freeze()  # the collector need not walk through every imported module again
@@ -202,7 +213,10 @@ def measure(rank: int, store: str, quick: bool, results: Any) -> None:
                 losses[name] = step(name)
                 if turn >= WARM_UP:
                     seconds[name].append(time.perf_counter() - began)
-        where = {name: where_time_goes(partial(step, name), 3 if quick else 9) for name in ("ours", "one_process")}
+        where = {
+            name: where_time_goes(partial(step, name), 3 if quick else 9)
+            for name in ("ours", SHARED_MEMORY, "one_process")
+        }
         everybodys: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(everybodys, seconds)
         # Ranks that work together are done when the last one is; alone, each process is a measurement of its own.
@@ -276,17 +290,19 @@ def show(rows: list[dict[str, Any]]) -> None:
             row["variant"]: row["ms_by_category"] for row in rows if row["dtype"] == dtype and "ms_by_category" in row
         }
         table = Table(
-            f"{dtype}: where a step's time goes (profiled)", "ours, ms", "half of one process, ms", "more, ms"
-        )
+            f"{dtype}: where a step's time goes (profiled)", "half of one process, ms", "ours, ms", "more, ms",
+            f"{SHARED_MEMORY}, ms", "more, ms",
+        )  # fmt: skip
         for what in sorted(set().union(*found.values())):
-            mine, half = found["ours"].get(what, 0), found["one_process"].get(what, 0) / WORLD_SIZE
-            table.add_row(what, f"{mine:.0f}", f"{half:.0f}", f"{mine - half:+.0f}")
+            half = found["one_process"].get(what, 0) / WORLD_SIZE
+            ours = [found[name].get(what, 0) for name in ("ours", SHARED_MEMORY)]
+            table.add_row(what, f"{half:.0f}", *(text for ms in ours for text in (f"{ms:.0f}", f"{ms - half:+.0f}")))
         console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and only the four main variants")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and only the main variants")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
