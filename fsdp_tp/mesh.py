@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -218,12 +218,18 @@ def _backend_of_axes(device_type: str) -> str | None:
 
 
 def _say_backends(mesh: ParallelMesh) -> None:
-    """Logs what the axes of more than one rank communicate over."""
+    """Logs, once, what the axes of more than one rank communicate over."""
     over: dict[str, list[str]] = {}
     for name, size in zip(MeshShape._fields, mesh.shape, strict=True):
         if size > 1:
             over.setdefault(backend_of(mesh.device_mesh[name].get_group()), []).append(name)
     for backend, axes in over.items():
+        where = "on the CPU" if len(over) == 1 else f"of axis {', '.join(axes)}"
         memory = " (shared memory)" if backend == "fsdp_tp_shm" else ""
         default = "" if dist.get_backend() == backend else f"; the default group is of {dist.get_backend()}"
-        logger.info(f"communication of axis {', '.join(axes)} over {backend}{memory}{default}")
+        _log_once(f"collectives {where} go over {backend}{memory}{default}")
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)

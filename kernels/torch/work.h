@@ -49,6 +49,8 @@ class QueuedWork : public Work {
  public:
   QueuedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::function<void()> body,
              std::shared_ptr<Queue> queue);
+  // Exact: an operation that another thread has run is complete in a moment.
+  bool isCompleted() override { return executed_.load(std::memory_order_acquire) && wait_for_completion(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override;
 
  private:

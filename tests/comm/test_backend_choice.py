@@ -37,6 +37,8 @@ def _mesh_over(name, store):
     level = logger.level
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
+    fsdp_tp.mesh._log_once.cache_clear()
+    fsdp_tp.init_mesh()
     mesh = fsdp_tp.init_mesh(tensor_parallel_degree=2, timeout=timedelta(seconds=40))
     logger.removeHandler(records)
     logger.setLevel(level)
@@ -57,11 +59,11 @@ def test_the_axes_of_a_mesh_share_memory_and_init_mesh_says_so(tmp_path):
     ours = [backend.NAME] * 3
     for result in results:
         assert [names for names, _ in result] == [ours, ours, ["gloo"] * 3]
-    said = "communication of axis shard, tensor over fsdp_tp_shm (shared memory)"
+    said = "collectives on the CPU go over fsdp_tp_shm (shared memory)"
     assert [messages for _, messages in results[0]] == [
         [said],
         [f"{said}; the default group is of gloo"],
-        ["communication of axis shard, tensor over gloo"],
+        ["collectives on the CPU go over gloo"],
     ]
     assert [messages for _, messages in results[1]] == [[], [], []]
 

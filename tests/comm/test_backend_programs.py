@@ -97,11 +97,12 @@ def _messages():
     dist.recv(late, source)
     assert late[-1] == source
     dist.barrier()
-    return work.is_completed()
+    while not work.is_completed():  # it may be in another thread's hands
+        time.sleep(0.001)
 
 
 def test_messages():
-    assert run(3, _messages) == [True] * 3
+    run(3, _messages)
 
 
 def _overlap():
