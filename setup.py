@@ -18,7 +18,8 @@ REASON = "unavailable.txt"
 class CMakeBuild(build_ext):
     """Builds kernels/ with CMake into fsdp_tp/_lib/: what the package loads with ctypes, and the c10d backend.
 
-    Both are optional: without a compiler or torch the package installs all the same and communicates over gloo.
+    Both are optional: without a compiler, or torch for the backend, the package installs all the same and communicates
+    over gloo.
     FSDP_TP_REQUIRE_KERNELS=1 makes that an error.
     """
 
@@ -30,7 +31,8 @@ class CMakeBuild(build_ext):
         target = ext.name.split(".")[-1]
         (out / f"{target}.so").unlink(missing_ok=True)
         try:
-            self._run_cmake("-S", ".", "-B", self.build_temp, "-G", "Ninja", *torch_options(), output=out)
+            options = torch_options() if target == "fsdp_tp_torch" else []
+            self._run_cmake("-S", ".", "-B", self.build_temp, "-G", "Ninja", *options, output=out)
             self._run_cmake("--build", self.build_temp, "--target", target.removeprefix("lib"), output=out)
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
             reason = f"{target} was not built: {error}"
