@@ -42,7 +42,6 @@ def _net(rows=4):
 
 
 def _choices():
-    fsdp_tp.init_mesh()  # says something of its own
     on_one_host = "the 2 ranks of the shard group share the memory of one host"
     with torch.device("meta"):
         meta = _net()
