@@ -7,7 +7,9 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsdp_tp
@@ -32,7 +34,8 @@ def _gradients(reduce_dtype):
     models = [nn.Linear(4, 2, bias=False) for _ in range(3)]
     fsdp_tp.fully_shard(models[0], mesh=mesh, mp_policy=policy)
     fsdp_tp.wrap(models[1], mesh, plan={}, mp_policy=policy)
-    fully_shard(models[2], mesh=mesh.shard, mp_policy=policy)
+    over_gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+    fully_shard(models[2], mesh=over_gloo, mp_policy=policy)
     return [[outcome(_gradient, model, factor) for factor in FACTORS] for model in models]
 
 

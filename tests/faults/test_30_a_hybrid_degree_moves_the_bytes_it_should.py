@@ -35,7 +35,7 @@ class _Bytes(TorchDispatchMode):
 def _moved(degree):
     model = Block()
     numel = sum(parameter.numel() for parameter in model.parameters())
-    fsdp_tp.fully_shard(model, hybrid_shard_degree=degree)
+    fsdp_tp.fully_shard(model, hybrid_shard_degree=degree, comm="torch")  # whose collectives can be seen
     with _Bytes() as bytes_of:
         model(rows()).square().mean().backward()
     return numel * 8, bytes_of.moved
