@@ -122,7 +122,7 @@ class _InStep:
     def __init__(self, model: Any, mesh: ParallelMesh) -> None:
         self._model, self._group, self._device = model, mesh.shard.get_group(), mesh.device
         self._order: list[nn.Module] = []
-        self._inside = False
+        self._inside, self._without_gradients = False, True
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -142,12 +142,13 @@ class _InStep:
         with torch.no_grad():
             while error is None and not self._meet(done=True):
                 self._model._only_gather(self._order)
-                finish_forward(self._model)
+                if self._without_gradients:
+                    finish_forward(self._model)
 
     def _before_forward(self, *_: Any) -> None:
         self._meet(done=False)
         self._order.clear()
-        self._inside = True
+        self._inside, self._without_gradients = True, not torch.is_grad_enabled()
 
     def _before_block(self, module: nn.Module, *_: Any) -> None:
         self._order.append(module)

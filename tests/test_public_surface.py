@@ -14,7 +14,7 @@ SURFACE = {
     "sequence_parallel device dtype",
     "ParallelConfig": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree",
     "ParallelMLP": "hidden_size intermediate_size gated activation bias dropout mesh sequence_parallel device dtype",
-    "ParallelMesh": "device_mesh",
+    "ParallelMesh": "device_mesh backend",
     "RowParallelLinear": "in_features out_features bias mesh input_is_parallel sequence_parallel device dtype split",
     "VocabParallelEmbedding": "num_embeddings embedding_dim mesh padding_idx sequence_parallel device dtype",
     "accumulate": "model last",

@@ -100,8 +100,14 @@ def _param_groups(module: Any) -> list[Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def finish_forward(module: nn.Module, *_: Any) -> None:
-    """The end of a forward of an outermost module: without gradients, only once no rank reads parameters any more."""
+    """The end of a forward of an outermost module: without gradients, only once no rank reads parameters any more.
+
+    Whoever writes parameters then may do so while others go on, so the next forward must gather all of them: also
+    those that FSDP would have left unsharded.
+    """
     if not torch.is_grad_enabled() and (watched := vars(module).get("_zero_copy")) is not None:
+        for each in watched[0]:
+            each.reshard()
         for group in dict.fromkeys(each.group for each in watched[0]):
             group.barrier()
 

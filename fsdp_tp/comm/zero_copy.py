@@ -96,6 +96,11 @@ class ZeroCopyAllGather(AllGather):
             self._attach(fsdp_param, whole)
         _watch_optimizers()
 
+    def reshard(self) -> None:
+        """Makes the next use of the parameters wait for what other ranks write until then."""
+        if self._param_group.is_unsharded:
+            self._param_group.reshard()
+
     def _attach(self, fsdp_param: Any, whole: Tensor) -> None:
         # FSDP needs at least one element to gather; the first parameter pretends to have one.
         inputs = () if self._before else (torch.zeros(1, dtype=whole.dtype),)
@@ -116,7 +121,7 @@ class ZeroCopyAllGather(AllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         numel = numel_of(size)
-        self._used_buffer = numel > self.group.size
+        self._used_buffer = not self._is_adopted()
         if self._used_buffer:
             return self.group.buffers.take(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype)

@@ -69,9 +69,12 @@ int run(fsdp_tp_group* group, const char* name, Require require, Describe descri
       if (debugging()) fsdp_tp::compare_calls(*group, std::string(name) + " " + describe());
       body();
     } catch (const Failure& failure) {
-      const bool usable = failure.agreed || failure.status < FSDP_TP_TIMEOUT || failure.status == FSDP_TP_BAD_ARGUMENT;
       // Others must not wait for a rank that has given up in the middle.
+      const bool usable = failure.agreed || failure.status < FSDP_TP_TIMEOUT;
       if (!usable && failure.status != FSDP_TP_ABORTED) group->abort(failure.message);
+      throw;
+    } catch (const std::exception& exception) {
+      group->abort(exception.what());
       throw;
     }
   });

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -27,10 +28,11 @@ enum State : std::uint32_t { kAbsent, kJoined, kLeft };
 
 constexpr std::size_t align(std::size_t bytes) { return (bytes + 4095) & ~std::size_t{4095}; }
 
-std::size_t chosen_slot_bytes() {
+std::size_t chosen_slot_bytes(int size) {
   const char* text = std::getenv("FSDP_TP_SLOT_BYTES");
   const unsigned long long asked = text ? std::strtoull(text, nullptr, 10) : 0;
-  return asked >= 4096 ? align(asked) : kDefaultSlotBytes;
+  // At least a cache line for each of the other ranks.
+  return align(std::max<std::size_t>(asked >= 4096 ? asked : kDefaultSlotBytes, 64 * static_cast<std::size_t>(size)));
 }
 
 int usable_cores() {
@@ -67,7 +69,7 @@ std::size_t channels_at(int size, std::size_t slot_bytes) {
 }  // namespace
 
 std::size_t Group::segment_bytes(int size) {
-  return channels_at(size, chosen_slot_bytes()) + kChannelBytes * static_cast<std::size_t>(size) * size;
+  return channels_at(size, chosen_slot_bytes(size)) + kChannelBytes * static_cast<std::size_t>(size) * size;
 }
 
 Group::Header& Group::header() const {
@@ -90,7 +92,8 @@ std::byte* Group::channel(int from, int to) const {
 }
 
 Group::Group(std::shared_ptr<Segment> segment, int rank, int size, double timeout)
-    : segment_(std::move(segment)),
+    : maker_(getpid()),
+      segment_(std::move(segment)),
       rank_(rank),
       size_(size),
       timeout_(timeout),
@@ -112,7 +115,7 @@ void Group::join() {
   const auto start = Clock::now();
   if (rank_ == 0) {
     head.size = static_cast<std::uint32_t>(size_);
-    head.slot_bytes = chosen_slot_bytes();
+    head.slot_bytes = chosen_slot_bytes(size_);
     head.magic.store(kMagic, std::memory_order_release);
   }
   // Everything is zero in a new segment, so nobody needs to wait for rank 0 to be able to sleep here.
@@ -135,12 +138,18 @@ void Group::join() {
 }
 
 Group::~Group() {
-  card(rank_).state.store(kLeft, std::memory_order_release);
-  line(rank_).wake();
-  bell(rank_).wake();
+  if (getpid() == maker_) {
+    card(rank_).state.store(kLeft, std::memory_order_release);
+    line(rank_).wake();
+    bell(rank_).wake();
+  }
   for (const int process : processes_) {
     if (process >= 0) close(process);
   }
+}
+
+Place Group::place_of(const void* data, std::size_t bytes) const {
+  return segment_kind() == FSDP_TP_MEMFD ? pool_find(data, bytes) : Place{};
 }
 
 void Group::acquire(std::uint32_t step) { wait_for_all(step - 1); }
@@ -187,13 +196,16 @@ std::string Group::who(int rank) const {
 void Group::check(int rank, Clock::time_point start, const char* operation) {
   throw_if_aborted(operation);
   const std::string prefix = std::string(operation) + ": ";
+  bool anybody = size_ == 1;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || (rank >= 0 && peer != rank)) continue;
+    const bool left = card(peer).state.load(std::memory_order_acquire) == kLeft;
+    if (left && rank < 0) continue;  // any other may come
+    anybody = true;
     if (has_ended(peer)) throw Failure{FSDP_TP_PEER_DIED, prefix + who(peer) + " has ended"};
-    if (card(peer).state.load(std::memory_order_acquire) == kLeft && rank >= 0) {
-      throw Failure{FSDP_TP_PEER_DIED, prefix + who(peer) + " has left the group"};
-    }
+    if (left) throw Failure{FSDP_TP_PEER_DIED, prefix + who(peer) + " has left the group"};
   }
+  if (!anybody) throw Failure{FSDP_TP_PEER_DIED, prefix + "all other ranks have left the group"};
   const std::chrono::duration<double> waited = Clock::now() - start;
   if (waited.count() < timeout_) return;
   std::string late;

@@ -75,6 +75,8 @@ class Group {
   // Advanced by whoever has moved something in a channel to or from `rank`; what that rank sleeps on.
   Signal& bell(int rank) const;
 
+  // Where other ranks of this group can read data[0:bytes] in place; nowhere if they cannot see this process's memfds.
+  Place place_of(const void* data, std::size_t bytes) const;
   Attachments attachments;           // pools of peers
   std::shared_ptr<Mailbox> mailbox;  // sends and receives
   std::string error;                 // of the last failure of a collective
@@ -88,6 +90,7 @@ class Group {
   bool has_ended(int rank) const;
   std::string who(int rank) const;
 
+  const int maker_;  // its process: a fork of it has a copy of this object, and must not leave for the rank
   std::shared_ptr<Segment> segment_;
   int rank_;
   int size_;

@@ -39,7 +39,7 @@ void all_gather(Group& group, void* const* outs, const void* in, std::size_t byt
     // Offered beside the first of several slots: if all lie in pools, the rest needs no slots.
     bool direct = offset == 0 && bytes > 2 * slot;
     if (direct) {
-      const Place place = pool_find(in, bytes);
+      const Place place = group.place_of(in, bytes);
       direct = place.segment[0] != '\0';
       group.card(self).place[step % 2] = place;
     }
@@ -170,6 +170,9 @@ std::shared_ptr<Segment> map_together(Group& group, std::size_t bytes) {
     } catch (const Failure& failure) {
       segment.reset();
       problem = failure.message;
+    } catch (const std::exception& exception) {
+      segment.reset();
+      problem = exception.what();
     }
   };
   if (group.rank() == 0) attempt([&] { return Segment::create(bytes, group.segment_kind()); });

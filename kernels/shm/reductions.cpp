@@ -124,7 +124,7 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
     // As in all_gather: if the inputs of all ranks lie in pools, only the first pieces go through slots.
     bool direct = start == 0 && count > 2 * chunk;
     if (direct) {
-      const Place place = one_buffer ? pool_find(ins[0], ranks * count * element) : Place{};
+      const Place place = one_buffer ? group.place_of(ins[0], ranks * count * element) : Place{};
       direct = place.segment[0] != '\0';
       group.card(self).place[step % 2] = place;
     }

@@ -31,7 +31,7 @@ void ShmBackend::shutdown() {
   std::optional<pybind11::gil_scoped_release> released;
   if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
   // An operation that no rank waited for must not keep this one until the timeout.
-  if (queue_->busy() || !requests_->empty()) abort();
+  if (queue_->busy() || requests_->progress()) abort();
   queue_->stop();
   requests_->drop();
   group_->leave();

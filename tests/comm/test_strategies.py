@@ -92,6 +92,9 @@ def _train(model, steps=3, micro_batches=1):
         optimizer.zero_grad()
         with torch.no_grad():
             seen.append(model(_batch(7)).float())
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # stock leaves the root unsharded, in the type of the computation
     return [*seen, *(models.gather(each) for each in model.parameters())]
 
 
@@ -277,6 +280,21 @@ def _slow_reader(write):
 @pytest.mark.parametrize("write", ["step", "zero"])
 def test_nobody_writes_what_a_slow_rank_still_reads(write):
     run(2, _slow_reader, write)
+
+
+@torch.no_grad()
+def _slow_writer():
+    """FSDP leaves the root's parameters unsharded, so that it would not gather them for the second forward."""
+    model = _sharded("zero_copy")
+    assert model(_batch(0)).any()
+    time.sleep(0.3 * dist.get_rank())
+    for parameter in model.parameters():
+        parameter.to_local().zero_()
+    assert not model(_batch(0)).any()
+
+
+def test_nobody_reads_what_a_slow_rank_is_still_to_write():
+    run(2, _slow_writer)
 
 
 def _copies():
