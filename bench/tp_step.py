@@ -283,7 +283,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             row["dtype"], row["variant"], row["configuration"], f"{row['tokens_per_second']:.0f}",
             f"{low:.0f} to {high:.0f}", f"{row['of_ideal']:.0%}", f"{row['python_ms_a_layer_and_step']:.2f}",
         )  # fmt: skip
-    console.print(f"{ROWS} x {SEQUENCE} tokens, hidden 512, {LAYERS} layers, vocabulary {VOCABULARY}, 2 ranks, over gloo")
+    console.print(f"{ROWS} x {SEQUENCE} tokens, hidden 512, {LAYERS} layers, vocabulary {VOCABULARY}, 2 ranks")
     console.print(table)
     for dtype in DTYPES:
         found = {

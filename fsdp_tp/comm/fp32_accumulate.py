@@ -14,8 +14,8 @@ class FP32AccumulateReduceScatter(SharedReduceScatter):
     """Half the traffic of an fp32 reduction.
 
     For gradients of 16-bit parameters it is the same sum bit for bit, as they have no more than 16 bits before the
-    first addition. Others are rounded once, to the 16-bit type of the parameters or else to bf16: fp32 gradients, and sums
-    over micro-batches (``set_requires_gradient_sync(False)``), which in fp16 must stay below 65,504.
+    first addition. Others are rounded once, to the 16-bit type of the parameters or else to bf16: fp32 gradients, and
+    sums over micro-batches (``set_requires_gradient_sync(False)``), which in fp16 must stay below 65,504.
     """
 
     def __init__(self, group: SharedGroup, param_dtype: torch.dtype | None) -> None:
