@@ -1,9 +1,9 @@
 """What does a tensor-parallel step cost, ours beside torch's and transformers' own?
 
-Two local processes of one thread each split one Llama-architecture model over gloo; "ours, shared memory" is ours
-over the backend fsdp_tp_shm, which it takes by itself. All variants train in turns in the same processes, so that
-whatever else the machine does falls on all alike. A step is forward, loss (in fp32) and backward; an optimizer's
-step is left out for all alike.
+Two local processes of one thread each split one Llama-architecture model. Ours communicates over fsdp_tp_shm, as it
+does by itself, and as "ours, gloo" over what all others have. All variants train in turns in the same processes, so
+that whatever else the machine does falls on all alike. A step is forward, loss (in fp32) and backward; an
+optimizer's step is left out for all alike.
 
 ``one_process`` is the whole model on the whole batch in one process, measured while the other core does the
 same. Twice its tokens a second is the ideal of two ranks, to which ``of_ideal`` relates every variant.
@@ -123,18 +123,18 @@ def our_split_loss(model: nn.Module, mesh: Mesh, ids: Tensor, target: Tensor) ->
     return loss
 
 
-SHARED_MEMORY = "ours, shared memory"
+OVER_GLOO = "ours, gloo"
 Variants = dict[str, tuple[Callable[[Any, Mesh], nn.Module], Step, str]]
 VARIANTS: Variants = {
     "ours": (
         partial(fsdp_tp.parallelize, loss_parallel=True, sequence_parallel=True),
         our_split_loss,
-        "loss_parallel, sequence_parallel",
+        "loss_parallel, sequence_parallel, fsdp_tp_shm",
     ),
-    SHARED_MEMORY: (
+    OVER_GLOO: (
         partial(fsdp_tp.parallelize, loss_parallel=True, sequence_parallel=True),
         our_split_loss,
-        "the same, over fsdp_tp_shm",
+        "the same, over gloo",
     ),
     "parallelize_module": (torchs, torch_split_loss, "loss_parallel, PrepareModuleInput"),
     "transformers": (transformers, whole_loss, "DistributedConfig(tp_size=2)"),
@@ -193,7 +193,7 @@ def measure(rank: int, store: str, quick: bool, results: Any) -> None:
     ids = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     ids, target = ids[:, :-1], ids[:, 1:].contiguous()
     variants = VARIANTS if quick else VARIANTS | MORE_VARIANTS
-    meshes = {name: over_memory if name == SHARED_MEMORY else over_gloo for name in variants}
+    meshes = {name: over_memory if "ours" in name and name != OVER_GLOO else over_gloo for name in variants}
     report: dict[str, Any] = {}
     for dtype in DTYPES:
         models = {name: make(build(SIZES, dtype), meshes[name]) for name, (make, _, _) in variants.items()}
@@ -214,8 +214,7 @@ def measure(rank: int, store: str, quick: bool, results: Any) -> None:
                 if turn >= WARM_UP:
                     seconds[name].append(time.perf_counter() - began)
         where = {
-            name: where_time_goes(partial(step, name), 3 if quick else 9)
-            for name in ("ours", SHARED_MEMORY, "one_process")
+            name: where_time_goes(partial(step, name), 3 if quick else 9) for name in ("ours", OVER_GLOO, "one_process")
         }
         everybodys: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(everybodys, seconds)
@@ -291,11 +290,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         }
         table = Table(
             f"{dtype}: where a step's time goes (profiled)", "half of one process, ms", "ours, ms", "more, ms",
-            f"{SHARED_MEMORY}, ms", "more, ms",
+            f"{OVER_GLOO}, ms", "more, ms",
         )  # fmt: skip
         for what in sorted(set().union(*found.values())):
             half = found["one_process"].get(what, 0) / WORLD_SIZE
-            ours = [found[name].get(what, 0) for name in ("ours", SHARED_MEMORY)]
+            ours = [found[name].get(what, 0) for name in ("ours", OVER_GLOO)]
             table.add_row(what, f"{half:.0f}", *(text for ms in ours for text in (f"{ms:.0f}", f"{ms - half:+.0f}")))
         console.print(table)
 
