@@ -8,18 +8,11 @@ import pytest
 import torch
 
 import fsdp_tp
+from fsdp_tp.comm.native import DTYPES
 
 LIBRARY = Path(fsdp_tp.__file__).parent / "_lib" / "libfsdp_tp_shm.so"
 
-# enum fsdp_tp_dtype and fsdp_tp_op in kernels/shm/reduce.h.
-DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int32: 4,
-    torch.int64: 5,
-}
+# enum fsdp_tp_op in kernels/shm/reduce.h.
 SUM, AVG, MAX, MIN, PREMUL_SUM = range(5)
 FACTOR = 0.3
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_tp.comm.library import Memory
+from fsdp_tp.comm.native import Memory
 
 if TYPE_CHECKING:
     from fsdp_tp.comm.shared_memory import SharedGroup

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from fsdp_tp.comm.library import AVG, DTYPES, SUM
+from fsdp_tp.comm.native import AVG, DTYPES, SUM
 from fsdp_tp.comm.shared_memory import SharedGroup
 
 _OPS = {dist.ReduceOp.SUM: SUM, dist.ReduceOp.AVG: AVG}

@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.profiler import record_function
 
 from fsdp_tp.comm.buffers import SharedBuffers
-from fsdp_tp.comm.library import DTYPES, MEMFD, NAMED, Library, Memory, load, tensor_at
+from fsdp_tp.comm.native import DTYPES, MEMFD, NAMED, Library, Memory, load, tensor_at
 
 
 class NotShared(Exception):

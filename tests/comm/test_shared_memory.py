@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_tp
-from fsdp_tp.comm.library import AVG, SUM
+from fsdp_tp.comm.native import AVG, SUM
 from fsdp_tp.comm.shared_memory import NotShared, SharedGroup
 from tests.ranks import run
 
