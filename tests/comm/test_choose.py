@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 import fsdp_tp
-from fsdp_tp.comm import choose, library
+from fsdp_tp.comm import choose, native
 from tests import models
 from tests.ranks import run
 
@@ -105,15 +105,15 @@ def test_groups_that_cannot_share_memory_use_torchs_collectives():
 
 def _not_built():
     mesh = fsdp_tp.init_mesh()
-    library.load.cache_clear()
-    path = library._PATH
+    native.load.cache_clear()
+    path = native._PATH
     if dist.get_rank() == 1:
-        library._PATH = path.with_name("not-there.so")
+        native._PATH = path.with_name("not-there.so")
     try:
         return _said(lambda: fsdp_tp.fully_shard(_net(), mesh=mesh))
     finally:
-        library._PATH = path
-        library.load.cache_clear()
+        native._PATH = path
+        native.load.cache_clear()
 
 
 def test_a_rank_without_the_library_is_enough_to_use_torchs_collectives():

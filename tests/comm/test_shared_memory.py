@@ -1,4 +1,4 @@
-"""If these fail, look in fsdp_tp/comm/shared_memory.py, library.py and buffers.py: how ranks find each other, and how
+"""If these fail, look in fsdp_tp/comm/shared_memory.py, native.py and buffers.py: how ranks find each other, and how
 they part."""
 
 from __future__ import annotations
