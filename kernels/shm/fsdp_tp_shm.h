@@ -50,7 +50,8 @@ FSDP_TP_EXPORT int fsdp_tp_segment_attach(const char* handle, fsdp_tp_segment** 
 FSDP_TP_EXPORT const char* fsdp_tp_segment_handle(const fsdp_tp_segment* segment);
 FSDP_TP_EXPORT void* fsdp_tp_segment_data(const fsdp_tp_segment* segment);
 FSDP_TP_EXPORT size_t fsdp_tp_segment_bytes(const fsdp_tp_segment* segment);
-// Removes the name of a FSDP_TP_NAMED segment; mappings stay.
+// Once all who need it have attached: removes the name of a FSDP_TP_NAMED segment, closes a FSDP_TP_MEMFD; mappings
+// stay.
 FSDP_TP_EXPORT void fsdp_tp_segment_unlink(fsdp_tp_segment* segment);
 FSDP_TP_EXPORT void fsdp_tp_segment_close(fsdp_tp_segment* segment);
 // About the last failure in this thread of a call that has no group.

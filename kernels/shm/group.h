@@ -56,6 +56,8 @@ class Group {
   void publish(std::uint32_t step);
   void wait_for(int rank, std::uint32_t step);
   void wait_for_all(std::uint32_t step);
+  // A step in which each rank says yes or no: whether all say yes.
+  bool all_agree(bool here);
 
   // --- Failing ---
   // What errors call the present operation.
@@ -75,8 +77,16 @@ class Group {
   // Advanced by whoever has moved something in a channel to or from `rank`; what that rank sleeps on.
   Signal& bell(int rank) const;
 
-  // Where other ranks of this group can read data[0:bytes] in place; nowhere if they cannot see this process's memfds.
+  // --- Reading what another rank has, where it lies ---
+  // What a rank tells others, so that they can read data[0:bytes].
   Place place_of(const void* data, std::size_t bytes) const;
+  // Whether every rank may read the private memory of all others, and should: the same answer in all ranks.
+  bool reads_private() const { return reads_private_; }
+  // From now on not: all ranks have seen that one could not.
+  void stop_reading_private() { reads_private_ = false; }
+  // Copies `bytes` from `offset` bytes behind a place of `rank`, one in private memory only if reads_private().
+  // Returns whether it could: no other process can read what belongs to a device, or is secret.
+  bool read(void* to, int rank, const Place& place, std::size_t offset, std::size_t bytes);
   Attachments attachments;           // pools of peers
   std::shared_ptr<Mailbox> mailbox;  // sends and receives
   std::string error;                 // of the last failure of a collective
@@ -87,6 +97,7 @@ class Group {
   std::byte* at(std::size_t offset) const { return segment_->data() + offset; }
   Signal& line(int rank) const;
   void join();
+  bool try_reading_private();
   bool has_ended(int rank) const;
   std::string who(int rank) const;
 
@@ -99,6 +110,8 @@ class Group {
   std::uint32_t step_ = 0;
   std::uint32_t all_at_ = 0;  // all ranks have published this step, as far as this one has looked
   bool shared_cores_;
+  bool reads_private_ = false;
+  std::uint64_t token_ = 0;  // for others to read, as a trial
   const char* operation_ = "join";
   std::vector<int> processes_;  // pidfd of each rank; -1: not to be had, only the timeout finds its death
 };

@@ -18,6 +18,11 @@ void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (to != from && bytes > 0) std::memcpy(to, from, bytes);
 }
 
+// Of each rank's part, where reading it out of the rank's private memory is fastest: below, the system call costs
+// more than the second copy through a slot; above, copies through slots, which stay in the cache, overlap better.
+constexpr std::size_t kReadFrom = std::size_t{16} << 10;
+constexpr std::size_t kReadUpTo = std::size_t{2} << 20;
+
 }  // namespace
 
 void barrier(Group& group) {
@@ -31,16 +36,17 @@ void all_gather(Group& group, void* const* outs, const void* in, std::size_t byt
   const auto* const from = bytes_of(in);
   auto* const own = bytes_of(outs[self]);
   const std::size_t slot = group.slot_bytes();
+  const bool in_place = group.reads_private() && bytes >= kReadFrom && bytes <= kReadUpTo;
   for (std::size_t offset = 0; offset < bytes; offset += slot) {
-    const std::size_t length = std::min(slot, bytes - offset);
+    const std::size_t length = in_place ? 0 : std::min(slot, bytes - offset);
     const std::uint32_t step = group.next_step();
     group.acquire(step);
     std::memcpy(group.slot(self, step), from + offset, length);
     // Offered beside the first of several slots: if all lie in pools, the rest needs no slots.
-    bool direct = offset == 0 && bytes > 2 * slot;
+    bool direct = in_place || (offset == 0 && bytes > 2 * slot);
     if (direct) {
       const Place place = group.place_of(in, bytes);
-      direct = place.segment[0] != '\0';
+      direct = in_place || place.in_pool();
       group.card(self).place[step % 2] = place;
     }
     group.publish(step);
@@ -49,17 +55,20 @@ void all_gather(Group& group, void* const* outs, const void* in, std::size_t byt
       const int peer = (self + distance) % group.size();
       group.wait_for(peer, step);
       std::memcpy(bytes_of(outs[peer]) + offset, group.slot(peer, step), length);
-      direct = direct && group.card(peer).place[step % 2].segment[0] != '\0';
+      direct = direct && (in_place || group.card(peer).place[step % 2].in_pool());
     }
     if (!direct) continue;
+    bool all_read = true;
     for (int distance = 1; distance < group.size(); ++distance) {
       const int peer = (self + distance) % group.size();
-      const std::byte* const there = group.attachments.resolve(group.card(peer).place[step % 2]);
-      std::memcpy(bytes_of(outs[peer]) + length, there + length, bytes - length);
+      const Place& place = group.card(peer).place[step % 2];
+      all_read = group.read(bytes_of(outs[peer]) + length, peer, place, length, bytes - length) && all_read;
     }
     copy(own + length, from + length, bytes - length);
-    barrier(group);  // nobody reads `in` any more
-    return;
+    // After this nobody reads `in` any more.
+    if (group.all_agree(all_read)) return;
+    group.stop_reading_private();
+    return all_gather(group, outs, in, bytes);
   }
 }
 
@@ -213,6 +222,28 @@ void compare_calls(Group& group, const std::string& call) {
                   "ranks called different collectives: rank " + std::to_string(group.rank()) + " " + own + ", rank " +
                       std::to_string(rank) + " " + other,
                   true};
+  }
+}
+
+void compare_sizes(Group& group, const std::size_t* out_bytes, const std::size_t* in_bytes) {
+  const auto ranks = static_cast<std::size_t>(group.size());
+  const std::uint32_t step = group.next_step();
+  const auto sizes = [&](int rank) { return reinterpret_cast<std::size_t*>(group.slot(rank, step)); };
+  group.acquire(step);
+  std::copy_n(in_bytes, ranks, sizes(group.rank()));
+  std::copy_n(out_bytes, ranks, sizes(group.rank()) + ranks);
+  group.publish(step);
+  group.wait_for_all(step);
+  for (std::size_t from = 0; from < ranks; ++from) {
+    for (std::size_t to = 0; to < ranks; ++to) {
+      const std::size_t sent = sizes(static_cast<int>(from))[to];
+      const std::size_t expected = sizes(static_cast<int>(to))[ranks + from];
+      if (sent == expected) continue;
+      throw Failure{FSDP_TP_MISMATCH,
+                    "all_to_all: rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
+                        std::to_string(to) + ", which expects " + std::to_string(expected),
+                    true};
+    }
   }
 }
 

@@ -65,7 +65,7 @@ void pool_trim() {
 }
 
 Place pool_find(const void* data, std::size_t bytes) {
-  Place place{};
+  Place place{{}, reinterpret_cast<std::uintptr_t>(data)};
   Pool& all = pool();
   const std::lock_guard lock(all.mutex);
   const auto* const start = static_cast<const std::byte*>(data);
@@ -81,6 +81,7 @@ Place pool_find(const void* data, std::size_t bytes) {
 const std::byte* Attachments::resolve(const Place& place) {
   std::shared_ptr<Segment>& segment = segments_[place.segment];
   if (!segment) {
+    std::erase_if(segments_, [](const auto& entry) { return entry.second && !Segment::exists(entry.first); });
     segment = Segment::attach(place.segment);
     segment->prefault();
   }

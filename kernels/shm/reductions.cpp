@@ -125,7 +125,7 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
     bool direct = start == 0 && count > 2 * chunk;
     if (direct) {
       const Place place = one_buffer ? group.place_of(ins[0], ranks * count * element) : Place{};
-      direct = place.segment[0] != '\0';
+      direct = place.in_pool();
       group.card(self).place[step % 2] = place;
     }
     for (int peer = 0; peer < group.size(); ++peer) {
@@ -138,7 +138,7 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
     for (int rank = 0; rank < group.size(); ++rank) {
       sources[static_cast<std::size_t>(rank)] =
           rank == self ? bytes_of(ins[self]) + start * element : group.slot(rank, step) + piece_at(rank, self, piece);
-      direct = direct && group.card(rank).place[step % 2].segment[0] != '\0';
+      direct = direct && group.card(rank).place[step % 2].in_pool();
     }
     reduce(bytes_of(out) + start * out_element, sources, length, how);
     if (!direct) continue;

@@ -42,7 +42,7 @@ struct File {
   ~File() {
     if (fd >= 0) close(fd);
   }
-  File(const File&) = delete;
+  File(File&& other) noexcept : fd(other.release()) {}
   File& operator=(const File&) = delete;
   int release() {
     const int released = fd;
@@ -56,8 +56,47 @@ struct File {
 
 Failure system_failure(const std::string& call) { return {FSDP_TP_SYSTEM, call + ": " + std::strerror(errno)}; }
 
-Segment::Segment(int fd, std::size_t bytes, int kind) : fd_(fd), bytes_(bytes), kind_(kind) {
-  void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+namespace {
+
+struct Found {
+  File file;
+  std::size_t bytes;
+  int kind;
+};
+
+// The file that a handle names.
+Found open_handle(const std::string& handle) {
+  char path[64] = "";
+  int process = 0;
+  int descriptor = 0;
+  unsigned long long node = 0;
+  std::size_t bytes = 0;
+  int kind = FSDP_TP_MEMFD;
+  int fd = -1;
+  if (std::sscanf(handle.c_str(), "memfd %d %d %llu %zu", &process, &descriptor, &node, &bytes) == 4) {
+    std::snprintf(path, sizeof path, "/proc/%d/fd/%d", process, descriptor);
+    fd = open(path, O_RDWR | O_CLOEXEC);
+  } else if (std::sscanf(handle.c_str(), "named %63s %llu %zu", path, &node, &bytes) == 3) {
+    kind = FSDP_TP_NAMED;
+    fd = shm_open(path, O_RDWR, 0600);
+  } else {
+    throw Failure{FSDP_TP_BAD_ARGUMENT, "'" + handle + "' is not the handle of a segment"};
+  }
+  if (fd < 0) throw system_failure(std::string("open of ") + path);
+  Found found{File(fd), bytes, kind};
+  struct stat status;
+  if (fstat(fd, &status) != 0) throw system_failure("fstat");
+  if (status.st_ino != node || static_cast<std::size_t>(status.st_size) != bytes) {
+    throw Failure{FSDP_TP_SYSTEM,
+                  std::string(path) + " is not the segment that its handle names; has its process ended?"};
+  }
+  return found;
+}
+
+}  // namespace
+
+Segment::Segment(int file, std::size_t bytes, int kind) : bytes_(bytes), kind_(kind) {
+  void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (mapped == MAP_FAILED) throw system_failure("mmap of " + std::to_string(bytes) + " bytes");
   data_ = static_cast<std::byte*>(mapped);
   // Advice only: without huge pages everything works, with more page faults.
@@ -93,7 +132,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes, int kind) {
     if (!name.empty()) shm_unlink(name.c_str());
     throw;
   }
-  file.release();
+  segment->fd_ = file.release();
   char text[128];
   if (kind == FSDP_TP_MEMFD) {
     // A peer that shrank the file would turn our next access into SIGBUS.
@@ -116,32 +155,8 @@ std::shared_ptr<Segment> Segment::attach(const std::string& handle) {
   const std::lock_guard lock(registry().mutex);
   std::weak_ptr<Segment>& known = registry().segments[handle];
   if (auto segment = known.lock()) return segment;
-  char path[64] = "";
-  int process = 0;
-  int descriptor = 0;
-  unsigned long long node = 0;
-  std::size_t bytes = 0;
-  int kind = FSDP_TP_MEMFD;
-  int fd = -1;
-  if (std::sscanf(handle.c_str(), "memfd %d %d %llu %zu", &process, &descriptor, &node, &bytes) == 4) {
-    std::snprintf(path, sizeof path, "/proc/%d/fd/%d", process, descriptor);
-    fd = open(path, O_RDWR | O_CLOEXEC);
-  } else if (std::sscanf(handle.c_str(), "named %63s %llu %zu", path, &node, &bytes) == 3) {
-    kind = FSDP_TP_NAMED;
-    fd = shm_open(path, O_RDWR, 0600);
-  } else {
-    throw Failure{FSDP_TP_BAD_ARGUMENT, "'" + handle + "' is not the handle of a segment"};
-  }
-  if (fd < 0) throw system_failure(std::string("open of ") + path);
-  File file(fd);
-  struct stat status;
-  if (fstat(fd, &status) != 0) throw system_failure("fstat");
-  if (status.st_ino != node || static_cast<std::size_t>(status.st_size) != bytes) {
-    throw Failure{FSDP_TP_SYSTEM,
-                  std::string(path) + " is not the segment that its handle names; has its process ended?"};
-  }
-  std::shared_ptr<Segment> segment(new Segment(fd, bytes, kind));
-  file.release();
+  Found found = open_handle(handle);
+  std::shared_ptr<Segment> segment(new Segment(found.file.fd, found.bytes, found.kind));
   segment->handle_ = handle;
   known = segment;
   return segment;
@@ -154,12 +169,22 @@ Segment::~Segment() {
   }
   unlink();
   munmap(data_, bytes_);
-  close(fd_);
 }
 
 void Segment::unlink() {
   if (!name_.empty() && maker_ == getpid()) shm_unlink(name_.c_str());
   name_.clear();
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+bool Segment::exists(const std::string& handle) {
+  try {
+    open_handle(handle);
+    return true;
+  } catch (const Failure&) {
+    return false;
+  }
 }
 
 void Segment::prefault() {

@@ -22,15 +22,18 @@ class Segment {
   std::size_t bytes() const { return bytes_; }
   const std::string& handle() const { return handle_; }
   int kind() const { return kind_; }
-  // Removes the name, if it has one; mappings stay.
+  // Whether it can still be attached.
+  static bool exists(const std::string& handle);
+  // All who need it have attached: removes the name, if it has one, and closes the file. Mappings stay.
   void unlink();
   // Makes all pages present, in this process's page table too, so that no later use pays for page faults.
   void prefault();
 
  private:
-  Segment(int fd, std::size_t bytes, int kind);
+  // Maps a file, and leaves it to the caller.
+  Segment(int file, std::size_t bytes, int kind);
 
-  int fd_;
+  int fd_ = -1;  // of what this process has made, for others to open
   std::byte* data_ = nullptr;
   std::size_t bytes_;
   int kind_;

@@ -225,6 +225,7 @@ void bad_arguments(fsdp_tp_group* group, int size) {
 int main(int argc, char** argv) {
   setenv("FSDP_TP_SLOT_BYTES", "4096", 1);
   if (argc > 1 && std::string(argv[1]) == "threads") {
+    setenv("FSDP_TP_READ_PRIVATE", "1", 1);
     for (const int size : {2, 3, 5}) {
       ranks::run_threads(size, [size](fsdp_tp_group* group, int rank) { every_size(group, rank, size, size == 3); });
     }
@@ -232,6 +233,8 @@ int main(int argc, char** argv) {
   }
   for (int size = 1; size <= 8; ++size) {
     for (const int kind : {FSDP_TP_MEMFD, FSDP_TP_NAMED}) {
+      // One of the two reads private memory of peers, also where ranks share cores (where this machine lets it).
+      setenv("FSDP_TP_READ_PRIVATE", (size + kind) % 2 == 0 ? "1" : "0", 1);
       const auto statuses = ranks::run_processes(
           size,
           [size](fsdp_tp_group* group, int rank) {

@@ -3,9 +3,12 @@
 
 #include <dirent.h>
 #include <signal.h>
+#include <sys/syscall.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -40,8 +43,18 @@ int all_reduce(fsdp_tp_group* group, std::vector<float>& data) {
   return fsdp_tp_all_reduce(group, data.data(), data.size(), FSDP_TP_FLOAT32, FSDP_TP_SUM, 0);
 }
 
+// Of a size for which ranks read one another's memory, where they may.
+int all_gather(fsdp_tp_group* group, std::vector<float>& data) {
+  static std::vector<float> all(8 * data.size());
+  void* outs[8];
+  for (std::size_t rank = 0; rank < 8; ++rank) outs[rank] = all.data() + rank * data.size();
+  return fsdp_tp_all_gather(group, outs, data.data(), std::size_t{1} << 20);
+}
+
 // Rank 1 gets `signal` in the middle of a collective; the others must say so within `timeout`.
-void a_signal_in_the_middle(int size, int signal, int kind, double timeout, int expected, const std::string& sentence) {
+void a_signal_in_the_middle(int size, int signal, bool gathers, double timeout, int expected,
+                            const std::string& sentence) {
+  const auto collective = gathers ? all_gather : all_reduce;
   ranks::Meeting* const at = ranks::meeting();
   auto* const victim = &at->processes[1];
   const auto start = std::chrono::steady_clock::now();
@@ -61,21 +74,21 @@ void a_signal_in_the_middle(int size, int signal, int kind, double timeout, int 
         ::signal(SIGUSR1, [](int) { kill(getpid(), the_signal); });
         int status = FSDP_TP_OK;
         const auto began = std::chrono::steady_clock::now();
-        while (status == FSDP_TP_OK && seconds_since(began) < 15) status = all_reduce(group, data);
+        while (status == FSDP_TP_OK && seconds_since(began) < 15) status = collective(group, data);
         if (rank == 1) return;  // it was stopped, and goes on only when the test lets it
         CHECK(status == expected || status == FSDP_TP_ABORTED);
-        CHECK(contains(fsdp_tp_group_error(group), "all_reduce: "));
+        CHECK(contains(fsdp_tp_group_error(group), gathers ? "all_gather: " : "all_reduce: "));
         CHECK(contains(fsdp_tp_group_error(group), sentence));
         CHECK(contains(fsdp_tp_group_error(group), "process " + std::to_string(victim->load())));
         CHECK(seconds_since(began) < timeout + 3);
         // The group stays broken, and says so at once.
-        CHECK(all_reduce(group, data) == FSDP_TP_ABORTED);
+        CHECK(collective(group, data) == FSDP_TP_ABORTED);
         if (rank == 0 && signal == SIGSTOP) {
           usleep(300'000);  // until the others are through
           kill(victim->load(), SIGKILL);
         }
       },
-      timeout, kind, at);
+      timeout, FSDP_TP_MEMFD, at);
   for (int rank = 0; rank < size; ++rank) {
     if (rank != 1) CHECK(statuses[static_cast<std::size_t>(rank)] == 0);
   }
@@ -128,8 +141,87 @@ void different_calls() {
     if (rank == 1) CHECK(fsdp_tp_broadcast(group, data.data(), 40, 0) == FSDP_TP_MISMATCH);
     CHECK(contains(fsdp_tp_group_error(group), "broadcast of 40 bytes a rank, root 0"));
     CHECK(fsdp_tp_barrier(group) == FSDP_TP_OK);
+    // Sizes of an all_to_all may differ, but not between the two sides of one message.
+    void* outs[] = {data.data(), data.data() + 5};
+    const void* ins[] = {data.data(), data.data() + 5};
+    const std::size_t in_bytes[] = {8, 8}, out_bytes[] = {8, rank == 0 ? std::size_t{12} : std::size_t{8}};
+    CHECK(fsdp_tp_all_to_all(group, outs, out_bytes, ins, in_bytes) == FSDP_TP_MISMATCH);
+    CHECK(contains(fsdp_tp_group_error(group), "rank 1 sends 8 bytes to rank 0, which expects 12"));
+    CHECK(fsdp_tp_all_to_all(group, outs, in_bytes, ins, in_bytes) == FSDP_TP_OK);
   });
   unsetenv("FSDP_TP_DEBUG");
+  for (const int status : statuses) CHECK(status == 0);
+}
+
+int lines_in(const char* file, const char* part) {
+  int found = 0;
+  std::ifstream stream(file);
+  for (std::string line; std::getline(stream, line);) found += line.find(part) != std::string::npos;
+  return found;
+}
+
+int open_files() {
+  int found = 0;
+  DIR* const directory = opendir("/proc/self/fd");
+  while (readdir(directory)) ++found;
+  closedir(directory);
+  return found;
+}
+
+// A peer's buffer that no other process can read is found out in the middle; slots do the work from then on.
+void memory_that_only_its_process_reads() {
+#ifdef SYS_memfd_secret
+  constexpr std::size_t kBytes = std::size_t{1} << 20;
+  setenv("FSDP_TP_READ_PRIVATE", "1", 1);
+  const auto statuses = ranks::run_processes(2, [](fsdp_tp_group* group, int rank) {
+    std::vector<char> all(2 * kBytes);
+    void* outs[] = {all.data(), all.data() + kBytes};
+    void* in = all.data() + kBytes;
+    if (rank == 1) {
+      const int secret = static_cast<int>(syscall(SYS_memfd_secret, 0));
+      if (secret >= 0 && ftruncate(secret, kBytes) == 0) {
+        void* const mapped = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, secret, 0);
+        if (mapped != MAP_FAILED) in = mapped;
+      }
+      if (in == outs[1]) std::puts("memory_that_only_its_process_reads: this kernel has none");
+    } else {
+      in = outs[0];
+    }
+    for (int round = 0; round < 3; ++round) {
+      std::memset(in, 10 * round + rank + 1, kBytes);
+      CHECK(fsdp_tp_all_gather(group, outs, in, kBytes) == FSDP_TP_OK);
+      for (std::size_t i = 0; i < kBytes; ++i) CHECK(all[i] == 10 * round + 1 && all[kBytes + i] == 10 * round + 2);
+    }
+  });
+  for (const int status : statuses) CHECK(status == 0);
+#endif
+}
+
+// Segments keep no file open once all have them, and a peer's pool goes when its owner has given it back.
+void nothing_piles_up() {
+  const auto statuses = ranks::run_processes(2, [](fsdp_tp_group* group, int) {
+    constexpr std::size_t kCount = 1 << 20;
+    const int files = open_files();
+    fsdp_tp_segment* segments[5];
+    for (fsdp_tp_segment*& segment : segments) CHECK(fsdp_tp_group_map(group, 4096, &segment) == FSDP_TP_OK);
+    CHECK(open_files() == files);
+    for (fsdp_tp_segment* segment : segments) fsdp_tp_segment_close(segment);
+    const int mapped = lines_in("/proc/self/maps", "memfd:fsdp_tp");
+    std::vector<float> out(kCount / 2);
+    for (int round = 0; round < 5; ++round) {
+      auto* const data = static_cast<float*>(fsdp_tp_alloc(4 * kCount));
+      std::fill(data, data + kCount, 1.0f);
+      const void* ins[] = {data, data + kCount / 2};
+      CHECK(fsdp_tp_reduce_scatter(group, out.data(), FSDP_TP_FLOAT32, ins, kCount / 2, FSDP_TP_FLOAT32, FSDP_TP_SUM,
+                                   0) == FSDP_TP_OK);
+      CHECK(out[0] == 2.0f && out[kCount / 2 - 1] == 2.0f);
+      CHECK(fsdp_tp_barrier(group) == FSDP_TP_OK);
+      fsdp_tp_free(data);
+      fsdp_tp_trim();
+      CHECK(fsdp_tp_barrier(group) == FSDP_TP_OK);
+    }
+    CHECK(lines_in("/proc/self/maps", "memfd:fsdp_tp") == mapped + 1);  // the last one's
+  });
   for (const int status : statuses) CHECK(status == 0);
 }
 
@@ -162,13 +254,18 @@ void another_user_cannot_attach() {
 int main() {
   const int before = left_in_dev_shm();
   for (const int size : {2, 4}) {
-    a_signal_in_the_middle(size, SIGKILL, FSDP_TP_MEMFD, 20, FSDP_TP_PEER_DIED, "rank 1 (process ");
-    a_signal_in_the_middle(size, SIGSTOP, FSDP_TP_MEMFD, 1, FSDP_TP_TIMEOUT, "did not come within 1 s");
+    for (const bool gathers : {false, true}) {
+      setenv("FSDP_TP_READ_PRIVATE", gathers ? "1" : "0", 1);
+      a_signal_in_the_middle(size, SIGKILL, gathers, 20, FSDP_TP_PEER_DIED, "rank 1 (process ");
+      a_signal_in_the_middle(size, SIGSTOP, gathers, 1, FSDP_TP_TIMEOUT, "did not come within 1 s");
+    }
   }
   a_rank_that_never_comes();
   a_rank_that_leaves_or_gives_up(false);
   a_rank_that_leaves_or_gives_up(true);
   different_calls();
+  memory_that_only_its_process_reads();
+  nothing_piles_up();
   another_user_cannot_attach();
   CHECK(left_in_dev_shm() == before);
   return 0;
