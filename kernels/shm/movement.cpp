@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "shm/collectives.h"
+#include "shm/copy.h"
 #include "shm/failure.h"
 #include "shm/fsdp_tp_shm.h"
 #include "shm/pieces.h"
@@ -13,10 +14,6 @@
 namespace fsdp_tp {
 
 namespace {
-
-void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (to != from && bytes > 0) std::memcpy(to, from, bytes);
-}
 
 // Of each rank's part, where reading it out of the rank's private memory is fastest: below, the system call costs
 // more than the second copy through a slot; above, copies through slots, which stay in the cache, overlap better.
@@ -36,6 +33,7 @@ void all_gather(Group& group, void* const* outs, const void* in, std::size_t byt
   const auto* const from = bytes_of(in);
   auto* const own = bytes_of(outs[self]);
   const std::size_t slot = group.slot_bytes();
+  const std::size_t written = bytes * static_cast<std::size_t>(group.size()) * static_cast<std::size_t>(group.size());
   const bool in_place = group.reads_private() && bytes >= kReadFrom && bytes <= kReadUpTo;
   for (std::size_t offset = 0; offset < bytes; offset += slot) {
     const std::size_t length = in_place ? 0 : std::min(slot, bytes - offset);
@@ -50,11 +48,11 @@ void all_gather(Group& group, void* const* outs, const void* in, std::size_t byt
       group.card(self).place[step % 2] = place;
     }
     group.publish(step);
-    copy(own + offset, from + offset, length);
+    copy_part(own + offset, from + offset, length, written);
     for (int distance = 1; distance < group.size(); ++distance) {
       const int peer = (self + distance) % group.size();
       group.wait_for(peer, step);
-      std::memcpy(bytes_of(outs[peer]) + offset, group.slot(peer, step), length);
+      copy_part(bytes_of(outs[peer]) + offset, group.slot(peer, step), length, written);
       direct = direct && (in_place || group.card(peer).place[step % 2].in_pool());
     }
     if (!direct) continue;
@@ -64,7 +62,7 @@ void all_gather(Group& group, void* const* outs, const void* in, std::size_t byt
       const Place& place = group.card(peer).place[step % 2];
       all_read = group.read(bytes_of(outs[peer]) + length, peer, place, length, bytes - length) && all_read;
     }
-    copy(own + length, from + length, bytes - length);
+    copy_part(own + length, from + length, bytes - length, written);
     // After this nobody reads `in` any more.
     if (group.all_agree(all_read)) return;
     group.stop_reading_private();
@@ -102,7 +100,7 @@ void gather(Group& group, void* const* outs, const void* in, std::size_t bytes, 
       continue;
     }
     group.publish(step);
-    copy(bytes_of(outs[self]) + offset, bytes_of(in) + offset, length);
+    copy_part(bytes_of(outs[self]) + offset, bytes_of(in) + offset, length, 0);
     for (int distance = 1; distance < group.size(); ++distance) {
       const int peer = (self + distance) % group.size();
       group.wait_for(peer, step);
@@ -129,7 +127,7 @@ void scatter(Group& group, void* out, const void* const* ins, std::size_t bytes,
       std::memcpy(group.slot(self, step) + piece_at(self, peer, piece), bytes_of(ins[peer]) + offset, length);
     }
     group.publish(step);
-    copy(bytes_of(out) + offset, bytes_of(ins[self]) + offset, length);
+    copy_part(bytes_of(out) + offset, bytes_of(ins[self]) + offset, length, 0);
   }
 }
 
@@ -145,7 +143,7 @@ void all_to_all(Group& group, void* const* outs, const std::size_t* out_bytes, c
     throw Failure{FSDP_TP_BAD_ARGUMENT, "all_to_all: this rank sends itself " + std::to_string(in_bytes[self]) +
                                             " bytes and expects " + std::to_string(out_bytes[self])};
   }
-  copy(bytes_of(outs[self]), bytes_of(ins[self]), in_bytes[self]);
+  copy_part(bytes_of(outs[self]), bytes_of(ins[self]), in_bytes[self], 0);
   std::size_t offset = 0;
   do {
     const std::uint32_t step = group.next_step();

@@ -71,8 +71,8 @@ size_t fsdp_tp_dtype_size(int dtype) noexcept {
 
 const char* fsdp_tp_instruction_set(void) noexcept { return instruction_set().name; }
 
-int fsdp_tp_reduce(void* out, int out_dtype, const void* const* sources, int num_sources, size_t count, int dtype,
-                   int op, double factor) noexcept {
+int fsdp_tp::reduce_part(void* out, int out_dtype, const void* const* sources, int num_sources, size_t count, int dtype,
+                         int op, double factor, size_t written) noexcept {
   if (fsdp_tp_dtype_size(dtype) == 0) return FSDP_TP_BAD_DTYPE;
   if (out_dtype != dtype && !(is_16_bit(dtype) && out_dtype == FSDP_TP_FLOAT32)) return FSDP_TP_BAD_DTYPE;
   if (op < FSDP_TP_SUM || op > FSDP_TP_PREMUL_SUM) return FSDP_TP_BAD_OP;
@@ -83,8 +83,14 @@ int fsdp_tp_reduce(void* out, int out_dtype, const void* const* sources, int num
   if (std::any_of(sources, sources + num_sources, [](const void* source) { return source == nullptr; })) {
     return FSDP_TP_NULL_POINTER;
   }
-  instruction_set().reduce({out, out_dtype, sources, num_sources, count, dtype, op, factor});
+  instruction_set().reduce({out, out_dtype, sources, num_sources, count, dtype, op, factor, written});
   return FSDP_TP_OK;
+}
+
+int fsdp_tp_reduce(void* out, int out_dtype, const void* const* sources, int num_sources, size_t count, int dtype,
+                   int op, double factor) noexcept {
+  return fsdp_tp::reduce_part(out, out_dtype, sources, num_sources, count, dtype, op, factor,
+                              count * fsdp_tp_dtype_size(out_dtype));
 }
 
 int fsdp_tp_cast(void* out, int out_dtype, const void* in, int dtype, size_t count) noexcept {
@@ -97,7 +103,8 @@ int fsdp_tp_cast(void* out, int out_dtype, const void* in, int dtype, size_t cou
   if (dtype == out_dtype) {
     if (out != in) std::memcpy(out, in, count * size);
   } else {
-    instruction_set().reduce({out, out_dtype, &in, 1, count, dtype, FSDP_TP_SUM, 0});
+    instruction_set().reduce(
+        {out, out_dtype, &in, 1, count, dtype, FSDP_TP_SUM, 0, count * fsdp_tp_dtype_size(out_dtype)});
   }
   return FSDP_TP_OK;
 }

@@ -62,3 +62,11 @@ FSDP_TP_EXPORT size_t fsdp_tp_dtype_size(int dtype) noexcept;
 // machine has, or FSDP_TP_INSTRUCTION_SET=scalar|avx2|avx512 at the first call, if that is less.
 FSDP_TP_EXPORT const char* fsdp_tp_instruction_set(void) noexcept;
 }
+
+namespace fsdp_tp {
+
+// fsdp_tp_reduce, as a part of a collective in which all ranks together write `written` bytes (copy.h).
+int reduce_part(void* out, int out_dtype, const void* const* sources, int num_sources, size_t count, int dtype, int op,
+                double factor, size_t written) noexcept;
+
+}  // namespace fsdp_tp

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "shm/copy.h"
 #include "shm/reduce.h"
 #include "shm/reduce_formats.h"
 
@@ -92,13 +93,8 @@ struct Memory {
 };
 
 #ifdef __AVX2__
-// A plain store first reads the line it writes. Streamed past the caches, float32 over two sources takes
-// 0.85 of the time from 16 MiB on; but whoever reads `out` next then finds it in memory, which costs more
-// than was saved until, from here on, the caches would not have kept it either.
-constexpr size_t kStreamedBytes = 24 << 20;
-
 bool is_streamed(const ReduceArguments& r, size_t element_size) {
-  if (r.count < kStreamedBytes / element_size || reinterpret_cast<uintptr_t>(r.out) % element_size != 0) return false;
+  if (r.written < fsdp_tp::kStreamedBytes || reinterpret_cast<uintptr_t>(r.out) % element_size != 0) return false;
   for (int rank = 0; rank < r.num_sources; ++rank) {
     if (r.sources[rank] == r.out) return false;  // the line is read anyway
   }
@@ -140,6 +136,7 @@ void run(const ReduceArguments r, auto op) {  // a copy, which no store can alia
   if constexpr (Memory<To>::kStreams) {
     if (is_streamed(r, sizeof(typename To::Stored))) {
       i = -reinterpret_cast<uintptr_t>(r.out) % sizeof(typename Memory<To>::Stored) / sizeof(typename To::Stored);
+      i = i < r.count ? i : r.count;
       step<From, To, 1>(r, op, 0, i);
       for (; r.count - i >= kStep; i += kStep) step<From, To, kVectors, true>(r, op, i, kLanes);
       _mm_sfence();  // what the caller writes next must not be seen before `out` is

@@ -17,6 +17,7 @@ struct ReduceArguments {
   int dtype;
   int op;
   double factor;
+  size_t written;  // see reduce_part
 };
 
 namespace scalar {

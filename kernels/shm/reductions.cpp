@@ -16,9 +16,11 @@ namespace {
 // Up to here every rank adds up everything: one step, and more additions than needed.
 constexpr std::size_t kSmall = std::size_t{32} << 10;
 
-void reduce(void* out, const std::vector<const void*>& sources, std::size_t count, const Reduction& how) {
-  const int status = fsdp_tp_reduce(out, how.out_dtype, sources.data(), static_cast<int>(sources.size()), count,
-                                    how.dtype, how.op, how.factor);
+// `written` by all ranks in the whole collective.
+void reduce(void* out, const std::vector<const void*>& sources, std::size_t count, const Reduction& how,
+            std::size_t written = 0) {
+  const int status = reduce_part(out, how.out_dtype, sources.data(), static_cast<int>(sources.size()), count, how.dtype,
+                                 how.op, how.factor, written);
   if (status != FSDP_TP_OK) throw Failure{status, "this dtype does not go with this operation"};
 }
 
@@ -112,6 +114,7 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
   const std::size_t piece = piece_bytes(group);
   const std::size_t chunk = piece_elements(group, how.dtype);
   const auto ranks = static_cast<std::size_t>(group.size());
+  const std::size_t written = count * out_element * ranks;
   std::vector<const void*> sources(ranks);
   bool one_buffer = true;
   for (std::size_t rank = 1; rank < ranks; ++rank) {
@@ -140,7 +143,7 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
           rank == self ? bytes_of(ins[self]) + start * element : group.slot(rank, step) + piece_at(rank, self, piece);
       direct = direct && group.card(rank).place[step % 2].in_pool();
     }
-    reduce(bytes_of(out) + start * out_element, sources, length, how);
+    reduce(bytes_of(out) + start * out_element, sources, length, how, written);
     if (!direct) continue;
     const std::size_t done = start + length;
     for (int rank = 0; rank < group.size(); ++rank) {
@@ -148,7 +151,7 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
           rank == self ? bytes_of(ins[0]) : group.attachments.resolve(group.card(rank).place[step % 2]);
       sources[static_cast<std::size_t>(rank)] = theirs + (static_cast<std::size_t>(self) * count + done) * element;
     }
-    reduce(bytes_of(out) + done * out_element, sources, count - done, how);
+    reduce(bytes_of(out) + done * out_element, sources, count - done, how, written);
     barrier(group);  // nobody reads `ins` any more
     return;
   }

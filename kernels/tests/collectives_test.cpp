@@ -199,6 +199,25 @@ void every_size(fsdp_tp_group* group, int self, int size, bool thorough) {
   OK(fsdp_tp_barrier(group));
 }
 
+// Enough for outputs that are written past the caches; to addresses that are not aligned, and with odd ends.
+void large(fsdp_tp_group* group, int self) {
+  constexpr std::size_t kCount = (std::size_t{13} << 18) + 5;  // 13 MiB, of which each of 2 ranks writes 2
+  std::vector<char> memory(2 * kCount * 4 + 64);
+  auto* const all = reinterpret_cast<float*>(memory.data() + 4);
+  const std::vector<float> own = values(self, kCount, 1);
+  void* outs[] = {all, all + kCount};
+  OK(fsdp_tp_all_gather(group, outs, own.data(), kCount * 4));
+  for (int rank = 0; rank < 2; ++rank) {
+    for (std::size_t i = 0; i < kCount; ++i)
+      CHECK(all[static_cast<std::size_t>(rank) * kCount + i] == value(rank, i, 1));
+  }
+  const std::vector<float> in = values(self, 4 * kCount, 2);
+  const void* ins[] = {in.data(), in.data() + 2 * kCount};
+  OK(fsdp_tp_reduce_scatter(group, all, FSDP_TP_FLOAT32, ins, 2 * kCount, FSDP_TP_FLOAT32, FSDP_TP_SUM, 0));
+  const std::size_t start = static_cast<std::size_t>(self) * 2 * kCount;
+  for (std::size_t i = 0; i < 2 * kCount; ++i) CHECK(all[i] == sum_in_order(2, start + i, 2));
+}
+
 void mapped_together(fsdp_tp_group* group, int self, int size) {
   fsdp_tp_segment* segment = nullptr;
   OK(fsdp_tp_group_map(group, 100000, &segment));
@@ -241,6 +260,7 @@ int main(int argc, char** argv) {
             every_size(group, rank, size, size <= 4);
             mapped_together(group, rank, size);
             bad_arguments(group, size);
+            if (size == 2) large(group, rank);
           },
           20, kind);
       for (const int status : statuses) CHECK(status == 0);

@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int kMaxSources = 8;
-constexpr size_t kLargeBytes = 24 << 20;  // kStreamedBytes
+constexpr size_t kLargeBytes = 48 << 20;  // kStreamedBytes
 constexpr double kFactor = 0.3;           // no float type has it
 constexpr int kOps[] = {FSDP_TP_SUM, FSDP_TP_AVG, FSDP_TP_MAX, FSDP_TP_MIN, FSDP_TP_PREMUL_SUM};
 
