@@ -118,6 +118,8 @@ class CommunicationShare:
     def __init__(self, *, enabled: bool) -> None:
         self._profile: Any = None
         self.share: float | None = None
+        self.spans: list[tuple[float, float]] = []
+        """Start and end of each collective in microseconds, by start."""
         if enabled:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -137,10 +139,12 @@ class CommunicationShare:
             self._profile.__exit__(*exception)
         events = self._profile.events()
         spans = [(event.time_range.start, event.time_range.end) for event in events]
-        running = [span for event, span in zip(events, spans, strict=True) if event.name.startswith(self._NAMES)]
+        self.spans = sorted(
+            span for event, span in zip(events, spans, strict=True) if event.name.startswith(self._NAMES)
+        )
         if spans:
             whole = max(end for _, end in spans) - min(start for start, _ in spans)
-            self.share = covered(running) / whole if whole else 0.0
+            self.share = covered(self.spans) / whole if whole else 0.0
 
 
 @contextmanager

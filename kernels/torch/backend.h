@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
 #include <functional>
@@ -74,8 +75,13 @@ class ShmBackend : public c10d::Backend {
   template <typename Options, typename Body>
   WorkPtr run(c10d::OpType type, const char* name, const Options& options, Tensors outputs, Body body) {
     ++sequence_;
-    auto timed = [body = std::move(body), name, group = group_, timeout = timeout_,
-                  wanted = options.timeout]() mutable {
+    // A profiler of the calling thread sees the operation also if the worker runs it.
+    std::optional<at::ThreadLocalState> profiled;
+    if (options.asyncOp && at::hasThreadLocalCallbacks()) profiled.emplace();
+    auto timed = [body = std::move(body), name, group = group_, timeout = timeout_, wanted = options.timeout,
+                  profiled = std::move(profiled)]() mutable {
+      std::optional<at::ThreadLocalStateGuard> as_caller;
+      if (profiled) as_caller.emplace(*profiled);
       RECORD_FUNCTION(name, std::vector<c10::IValue>());
       if (wanted <= Milliseconds::zero() || wanted == timeout) return body();
       group->set_timeout(wanted);

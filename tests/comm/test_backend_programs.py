@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 
 from fsdp_tp.comm import rendezvous
 from fsdp_tp.comm.backend import NAME, backend_of
@@ -137,6 +138,21 @@ def test_operations_start_before_peers_come():
     for took, total in run(2, _overlap):
         assert took < 0.4
         assert total == 12.0
+
+
+def _profiled():
+    x = torch.ones(1000)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed():  # since nobody waits, the worker takes it
+            time.sleep(1e-3)
+        work.wait()
+    return [event.name for event in profiled.events() if event.name.startswith("fsdp_tp_shm:")]
+
+
+def test_a_profiler_sees_what_the_worker_runs():
+    assert run(2, _profiled) == 2 * [2 * ["fsdp_tp_shm:all_reduce"]]
 
 
 def _pipeline():
