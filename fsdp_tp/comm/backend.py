@@ -1,9 +1,9 @@
-"""The c10d backend ``fsdp_tp_shm``: collectives between the processes of one host through shared memory.
+"""The c10d backend ``fsdp_tp_shm``: collectives through shared memory, and between hosts through gloo.
 
     dist.init_process_group("fsdp_tp_shm")     after register(), which importing fsdp_tp does where it can
 
-Groups whose ranks cannot share memory, because they are on several hosts, run on gloo under the
-same name. ``FSDP_TP_BACKEND=gloo`` in the environment makes everything run on gloo.
+Groups whose ranks cannot share memory with the others of their host run on gloo under the same name.
+``FSDP_TP_BACKEND=gloo`` in the environment makes everything run on gloo.
 """
 
 from __future__ import annotations
@@ -77,21 +77,23 @@ def _native() -> Any:
     return native
 
 
-def _create(options: Any, _: Any) -> Any:
+def _create(options: Any, wire: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     # A store may have served a group of this name before. Groups are made by all ranks together, so they count alike.
     count = options.store.add(f"{NAME}/{rank}", 1)
     store = dist.PrefixStore(f"{NAME}/{count}", options.store)
     gloo_store = dist.PrefixStore("gloo", store)
-    segment = None
+    segment, hosts = None, [[0]]
     if size > 1:
         members, name = list(options.global_ranks_in_group), options.group_id
-        segment = Meeting(_native(), store, rank, size, timeout, members, name).segment()
+        meeting = Meeting(_native(), store, rank, size, timeout, members, name)
+        hosts = meeting.hosts()
+        segment = meeting.segment(hosts)
         if isinstance(segment, str):
             if rank == 0:
                 _warn_once(f"a group of {size} ranks communicates over gloo: {segment}")
             return dist.ProcessGroupGloo(gloo_store, rank, size, timeout)
-    return _native().ShmBackend(segment, gloo_store, rank, size, timeout)
+    return _native().ShmBackend(segment, gloo_store, rank, size, timeout, hosts, wire.code if wire else 0)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""How the ranks of a group find out, through their store, whether they can share memory.
+"""How the ranks of a group find out, through their store, who shares memory with whom.
 
-Rank 0 offers a segment; every rank of the same host attaches it, says how that went, and waits for
-all others to have spoken. So all come to the same conclusion, and a rank that never comes is named.
+Every rank says on which host it is. On each host the first rank offers a segment; the others attach it, say how
+that went, and wait for all others to have spoken. So all come to the same conclusion, and a rank that never comes is
+named.
 """
 
 from __future__ import annotations
@@ -31,42 +32,56 @@ class Meeting:
         self._native, self._store, self._rank, self._size = native, store, rank, size
         self._timeout, self._members, self._group = timeout, members, group
 
-    def segment(self) -> Any:
-        """The segment that all ranks have attached or, where they cannot, a sentence why: the same kind on all."""
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, hosts in the order of their first ranks."""
+        self._store.set(f"host/{self._rank}", self._native.host())
+        self._wait(self._store, {rank: f"host/{rank}" for rank in range(self._size)})
+        found: dict[bytes, list[int]] = {}
+        for rank in range(self._size):
+            found.setdefault(self._store.get(f"host/{rank}"), []).append(rank)
+        return list(found.values())
+
+    def segment(self, hosts: list[list[int]]) -> Any:
+        """The segment that all ranks of this host have attached, None where there is only one, or a sentence why not:
+        on all ranks of the group, where it is so on any host."""
+        [here] = (ranks for ranks in hosts if self._rank in ranks)
+        result = self._attach(here) if len(here) > 1 else None
+        self._store.set(f"ready/{self._rank}", result if isinstance(result, str) else "")
+        self._wait(self._store, {rank: f"ready/{rank}" for rank in range(self._size)})
+        problems = filter(None, (self._store.get(f"ready/{rank}").decode() for rank in range(self._size)))
+        return next(problems, result)
+
+    def _attach(self, here: list[int]) -> Any:
         why = ""
         for kind in SEGMENT_KINDS:
-            store = dist.PrefixStore(kind, self._store)
-            segment, problem = self._offer(store, kind) if self._rank == 0 else self._accept(store)
+            store = dist.PrefixStore(f"{here[0]}/{kind}", self._store)
+            segment, problem = (
+                self._offer(store, kind, len(here)) if self._rank == here[0] else self._accept(store, here)
+            )
             if problem:
                 store.set("problem", f"{self._name(self._rank)}: {problem}")
-            # With the host: what a hierarchy of groups would be built from.
-            store.set(f"arrived/{self._rank}", self._native.host())
-            self._wait(store, {rank: f"arrived/{rank}" for rank in range(self._size)})
+            store.set(f"arrived/{self._rank}", "")
+            self._wait(store, {rank: f"arrived/{rank}" for rank in here})
             if not store.check(["problem"]):
                 segment.unlink()
                 return segment
             why = store.get("problem").decode()
-            if store.check(["elsewhere"]):
-                break
         return why
 
-    def _offer(self, store: dist.Store, kind: str) -> tuple[Any, str]:
+    def _offer(self, store: dist.Store, kind: str, size: int) -> tuple[Any, str]:
         segment, problem = None, ""
         try:
-            segment = self._native.Segment.create(self._size, named=kind == "named")
+            segment = self._native.Segment.create(size, named=kind == "named")
         except RuntimeError as error:
             problem = str(error)
-        store.set("offer", f"{self._native.host()}\n{segment.handle if segment else ''}")
+        store.set("offer", segment.handle if segment else "")
         return segment, problem
 
-    def _accept(self, store: dist.Store) -> tuple[Any, str]:
-        self._wait(store, {0: "offer"})
-        host, handle = store.get("offer").decode().split("\n")
-        if host != self._native.host():
-            store.set("elsewhere", "")
-            return None, f"it runs on another host, user or namespace than {self._name(0)}"
+    def _accept(self, store: dist.Store, here: list[int]) -> tuple[Any, str]:
+        self._wait(store, {here[0]: "offer"})
+        handle = store.get("offer").decode()
         if not handle:
-            return None, f"{self._name(0)} has no segment"
+            return None, f"{self._name(here[0])} has no segment"
         try:
             return self._native.Segment.attach(handle), ""
         except RuntimeError as error:

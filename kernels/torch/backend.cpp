@@ -1,15 +1,28 @@
 #include "torch/backend.h"
 
+#include "torch/hierarchy.h"
 #include "torch/python.h"
 
 namespace fsdp_tp {
 
+namespace {
+
+std::shared_ptr<Group> make_group(fsdp_tp_segment* segment, std::vector<std::vector<int>> hosts, int rank, int size,
+                                  std::chrono::milliseconds timeout, const std::shared_ptr<Gloo>& gloo, int wire) {
+  if (hosts.size() <= 1) return std::make_shared<Group>(segment, rank, size, timeout);
+  gloo->get();  // now, when all ranks are here
+  return std::make_shared<Hierarchy>(segment, std::move(hosts), rank, size, timeout, gloo, wire);
+}
+
+}  // namespace
+
 ShmBackend::ShmBackend(fsdp_tp_segment* segment, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                       Milliseconds timeout)
+                       Milliseconds timeout, std::vector<std::vector<int>> hosts, int wire)
     : Backend(rank, size),
       timeout_(timeout),
-      group_(std::make_shared<Group>(segment, rank, size, timeout)),
       gloo_(std::make_shared<Gloo>(std::move(store), rank, size, timeout)),
+      spans_hosts_(hosts.size() > 1),
+      group_(make_group(segment, std::move(hosts), rank, size, timeout, gloo_, wire)),
       requests_(std::make_shared<Requests>()),
       queue_(std::make_shared<Queue>([requests = requests_] { return requests->progress(); },
                                      "fsdp_tp_shm: the process group was destroyed")) {}
@@ -56,15 +69,19 @@ ShmBackend::WorkPtr ShmBackend::start(c10::intrusive_ptr<RequestWork> request) {
 }
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
+  if (spans_hosts_) return gloo_->get()->send(tensors, to, tag);
   TORCH_CHECK_VALUE(tensors.size() == 1, "send takes one tensor, not ", tensors.size());
   return start(RequestWork::send(group_, tensors[0], to, tag));
 }
 
 ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int from, int tag) {
+  if (spans_hosts_) return gloo_->get()->recv(tensors, from, tag);
   TORCH_CHECK_VALUE(tensors.size() == 1, "recv takes one tensor, not ", tensors.size());
   return start(RequestWork::receive(group_, tensors[0], from, tag));
 }
 
-ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) { return recv(tensors, -1, tag); }
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  return spans_hosts_ ? gloo_->get()->recvAnysource(tensors, tag) : recv(tensors, -1, tag);
+}
 
 }  // namespace fsdp_tp

@@ -1,4 +1,4 @@
-// The c10d backend fsdp_tp_shm: collectives between processes of one host, through shared memory.
+// The c10d backend fsdp_tp_shm: collectives through shared memory, and between hosts through gloo.
 //
 // Thin: it checks tensors, makes them contiguous and hands pointers to the library in kernels/shm, which
 // knows nothing of torch. How the processes of a group find each other is Python (fsdp_tp/comm/rendezvous.py).
@@ -28,8 +28,10 @@ class ShmBackend : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Milliseconds = std::chrono::milliseconds;
 
-  // Joins the group in `segment`, which only a group of one rank does without.
-  ShmBackend(fsdp_tp_segment* segment, c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout);
+  // Joins the group in `segment`, which only a rank that is alone on its host does without. `hosts` has the ranks of
+  // the group by host; between them fp32 values travel as `wire` (fsdp_tp_wire).
+  ShmBackend(fsdp_tp_segment* segment, c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout,
+             std::vector<std::vector<int>> hosts, int wire);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "fsdp_tp_shm"; }
@@ -112,8 +114,9 @@ class ShmBackend : public c10d::Backend {
   WorkPtr start(c10::intrusive_ptr<RequestWork> request);
 
   Milliseconds timeout_;
-  const std::shared_ptr<Group> group_;
   const std::shared_ptr<Gloo> gloo_;
+  const bool spans_hosts_;
+  const std::shared_ptr<Group> group_;
   const std::shared_ptr<Requests> requests_;
   const std::shared_ptr<Queue> queue_;
   std::atomic<uint64_t> sequence_{0};

@@ -1,6 +1,7 @@
 // The module fsdp_tp._lib.fsdp_tp_torch: the backend, and the segments in which its groups meet.
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -64,12 +65,14 @@ PYBIND11_MODULE(fsdp_tp_torch, module) {
       .def("unlink", &Segment::unlink)
       .def_property_readonly("handle", &Segment::handle);
   py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(module, "ShmBackend")
-      .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
+      .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+                       std::vector<std::vector<int>> hosts, int wire) {
              py::gil_scoped_release released;  // joining waits for the other ranks
              return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank, size,
-                                                    timeout);
+                                                    timeout, std::move(hosts), wire);
            }),
-           py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"))
+           py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("hosts"),
+           py::arg("wire") = 0)
       // Torch binds it for its own backends one by one.
       .def("_set_default_timeout", &ShmBackend::setTimeout, py::arg("timeout"));
 }

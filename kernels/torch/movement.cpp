@@ -12,26 +12,19 @@ namespace {
 using c10d::OpType;
 using Tensors = ShmBackend::Tensors;
 
-// outputs[r] = input of rank r.
-void all_gather(const Group& group, const std::vector<void*>& outputs, const at::Tensor& input) {
-  if (group.size == 1) {
-    if (input.nbytes() && outputs[0] != input.data_ptr()) std::memcpy(outputs[0], input.data_ptr(), input.nbytes());
-    return;
-  }
-  group.check(fsdp_tp_all_gather(group.handle(), outputs.data(), input.data_ptr(), input.nbytes()));
-}
-
-void all_gather_base(const Group& group, const at::Tensor& output, const at::Tensor& input) {
+void all_gather_base(Group& group, const at::Tensor& output, const at::Tensor& input) {
   const Output out(output);
-  all_gather(group, parts(out.data(), out.bytes(), group.size), input.contiguous());
+  const auto in = input.contiguous();
+  group.all_gather(parts(out.data(), out.bytes(), group.size), in.data_ptr(), in.nbytes(), dtype_of(in));
   out.finish();
 }
 
-void all_gather_list(const Group& group, const Tensors& outputs, const at::Tensor& input) {
+void all_gather_list(Group& group, const Tensors& outputs, const at::Tensor& input) {
   const std::vector<Output> outs(outputs.begin(), outputs.end());
   std::vector<void*> pointers;
   for (const auto& out : outs) pointers.push_back(out.data());
-  all_gather(group, pointers, input.contiguous());
+  const auto in = input.contiguous();
+  group.all_gather(pointers, in.data_ptr(), in.nbytes(), dtype_of(in));
   for (const auto& out : outs) out.finish();
 }
 
@@ -80,10 +73,9 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
   const auto& tensor = only(tensors, "broadcast");
   return run(OpType::BROADCAST, "fsdp_tp_shm:broadcast", options, tensors,
              [group = group_, tensor, root = static_cast<int>(options.rootRank)] {
-               if (group->size == 1) return;
                const bool is_root = group->rank == root;
                const Output data(tensor, /*with_contents=*/is_root);
-               group->check(fsdp_tp_broadcast(group->handle(), data.data(), data.bytes(), root));
+               group->broadcast(data.data(), data.bytes(), root);
                if (!is_root) data.finish();
              });
 }
@@ -134,6 +126,11 @@ ShmBackend::WorkPtr ShmBackend::allgather_coalesced(TensorLists& outputs, Tensor
 }
 
 ShmBackend::WorkPtr ShmBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  if (spans_hosts_) {
+    return run_on_gloo(
+        OpType::GATHER, "fsdp_tp_shm:gather", options, outputs.empty() ? Tensors{} : outputs[0],
+        [outputs, inputs, options](Backend& gloo) mutable { return gloo.gather(outputs, inputs, options); });
+  }
   const auto& input = only(inputs, "gather");
   const int root = static_cast<int>(options.rootRank);
   Tensors list;
@@ -155,6 +152,11 @@ ShmBackend::WorkPtr ShmBackend::gather(TensorLists& outputs, Tensors& inputs, co
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+  if (spans_hosts_) {
+    return run_on_gloo(
+        OpType::SCATTER, "fsdp_tp_shm:scatter", options, outputs,
+        [outputs, inputs, options](Backend& gloo) mutable { return gloo.scatter(outputs, inputs, options); });
+  }
   const auto& output = only(outputs, "scatter");
   const int root = static_cast<int>(options.rootRank);
   Tensors list;
@@ -179,6 +181,11 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               std::vector<int64_t>& output_split_sizes,
                                               std::vector<int64_t>& input_split_sizes,
                                               const c10d::AllToAllOptions& options) {
+  if (spans_hosts_) {
+    return run_on_gloo(OpType::ALLTOALL_BASE, "fsdp_tp_shm:all_to_all", options, {output}, [=](Backend& gloo) mutable {
+      return gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, options);
+    });
+  }
   TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_to_all_single: output is of ", output.dtype(),
                     ", input of ", input.dtype());
   const auto out_bytes = split_bytes(output, output_split_sizes, getSize(), "output");
@@ -194,6 +201,11 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  if (spans_hosts_) {
+    return run_on_gloo(
+        OpType::ALLTOALL, "fsdp_tp_shm:all_to_all", options, outputs,
+        [outputs, inputs, options](Backend& gloo) mutable { return gloo.alltoall(outputs, inputs, options); });
+  }
   for (const auto* list : {&outputs, &inputs}) {
     TORCH_CHECK_VALUE(static_cast<int>(list->size()) == getSize(), "all_to_all: a list of ", list->size(),
                       " tensors, for ", getSize(), " ranks");
@@ -218,9 +230,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, cons
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return run(OpType::BARRIER, "fsdp_tp_shm:barrier", options, {}, [group = group_] {
-    if (group->size > 1) group->check(fsdp_tp_barrier(group->handle()));
-  });
+  return run(OpType::BARRIER, "fsdp_tp_shm:barrier", options, {}, [group = group_] { group->barrier(); });
 }
 
 }  // namespace fsdp_tp

@@ -10,47 +10,26 @@ namespace {
 using c10d::OpType;
 using Tensors = ShmBackend::Tensors;
 
-// What a reduction over a single rank leaves.
-void reduce_alone(const at::Tensor& out, const at::Tensor& in, const Reduction& reduction) {
-  at::NoGradGuard no_grad;
-  if (!out.is_same(in)) out.copy_(in.view_as(out));
-  if (reduction.op == FSDP_TP_PREMUL_SUM) out.mul_(reduction.factor);
-}
-
-void all_reduce(const Group& group, const at::Tensor& tensor, const Reduction& reduction) {
-  if (group.size == 1) return reduce_alone(tensor, tensor, reduction);
+void all_reduce(Group& group, const at::Tensor& tensor, const Reduction& reduction) {
   const Output data(tensor, /*with_contents=*/true);
-  group.check(
-      fsdp_tp_all_reduce(group.handle(), data.data(), tensor.numel(), reduction.dtype, reduction.op, reduction.factor));
+  group.all_reduce(data.data(), tensor.numel(), reduction);
   data.finish();
 }
 
-void reduce_scatter_base(const Group& group, const at::Tensor& output, const at::Tensor& input,
-                         const Reduction& reduction) {
+void reduce_scatter_base(Group& group, const at::Tensor& output, const at::Tensor& input, const Reduction& reduction) {
   const Output out(output);
   const auto in = input.contiguous();
-  if (group.size == 1) {
-    reduce_alone(out.buffer(), in, reduction);
-  } else {
-    const auto ins = parts<const void*>(in.data_ptr(), in.nbytes(), group.size);
-    group.check(fsdp_tp_reduce_scatter(group.handle(), out.data(), reduction.dtype, ins.data(), output.numel(),
-                                       reduction.dtype, reduction.op, reduction.factor));
-  }
+  const auto ins = parts<const void*>(in.data_ptr(), in.nbytes(), group.size);
+  group.reduce_scatter(out.data(), reduction.dtype, ins, output.numel(), reduction);
   out.finish();
 }
 
-void reduce_scatter_list(const Group& group, const at::Tensor& output, const Tensors& inputs,
-                         const Reduction& reduction) {
+void reduce_scatter_list(Group& group, const at::Tensor& output, const Tensors& inputs, const Reduction& reduction) {
   const Output out(output);
-  if (group.size == 1) {
-    reduce_alone(out.buffer(), inputs[0], reduction);
-  } else {
-    Tensors contiguous;
-    std::vector<const void*> ins;
-    for (const auto& input : inputs) ins.push_back(contiguous.emplace_back(input.contiguous()).data_ptr());
-    group.check(fsdp_tp_reduce_scatter(group.handle(), out.data(), reduction.dtype, ins.data(), output.numel(),
-                                       reduction.dtype, reduction.op, reduction.factor));
-  }
+  Tensors contiguous;
+  std::vector<const void*> ins;
+  for (const auto& input : inputs) ins.push_back(contiguous.emplace_back(input.contiguous()).data_ptr());
+  group.reduce_scatter(out.data(), reduction.dtype, ins, output.numel(), reduction);
   out.finish();
 }
 
@@ -92,13 +71,13 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d
 ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const auto& tensor = only(tensors, "reduce");
   const auto reduction = reduction_of(options.reduceOp, tensor.scalar_type());
-  if (!reduction) {
+  if (!reduction || spans_hosts_) {
     return run_on_gloo(OpType::REDUCE, "fsdp_tp_shm:reduce", options, tensors,
                        [tensors, options](Backend& gloo) mutable { return gloo.reduce(tensors, options); });
   }
   return run(OpType::REDUCE, "fsdp_tp_shm:reduce", options, tensors,
              [group = group_, tensor, reduction = *reduction, root = static_cast<int>(options.rootRank)] {
-               if (group->size == 1) return reduce_alone(tensor, tensor, reduction);
+               if (group->size == 1) return all_reduce(*group, tensor, reduction);
                const Output data(tensor, /*with_contents=*/true);
                group->check(fsdp_tp_reduce_to(group->handle(), data.data(), tensor.numel(), reduction.dtype,
                                               reduction.op, reduction.factor, root));

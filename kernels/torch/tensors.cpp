@@ -34,6 +34,8 @@ double factor_of(const c10d::ReduceOp& op) {
 
 }  // namespace
 
+int dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()).value_or(Group::kBytes); }
+
 std::optional<Reduction> reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
   const auto known = dtype_of(dtype);
   if (!known) return std::nullopt;

@@ -10,14 +10,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "torch/group.h"
+
 namespace fsdp_tp {
 
-struct Reduction {
-  int dtype;
-  int op;
-  double factor;
-};
-
+// A fsdp_tp_dtype, or Group::kBytes where the library does not know it.
+int dtype_of(const at::Tensor& tensor);
 // Nothing where the library has no such reduction.
 std::optional<Reduction> reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype);
 

@@ -126,7 +126,7 @@ def _meet(natives, size=None, timeout=5.0, members=()):
             native, store, number, size, timedelta(seconds=timeout), list(members), "the group"
         )
         try:
-            results[number] = meeting.segment()
+            results[number] = meeting.segment(meeting.hosts())
         except RuntimeError as error:
             results[number] = error
 
@@ -151,14 +151,18 @@ def test_a_rank_that_cannot_attach_makes_all_try_the_named_kind():
     assert natives[0].unlinked == 1
 
 
-def test_where_no_kind_works_or_hosts_differ_all_are_told_the_same():
-    reasons = _meet([_Native(), _Native(), _Native(broken=["memfd", "named"])])
-    assert reasons == ["rank 2: named is out of reach"] * 3
-    reasons = _meet([_Native(), _Native("there"), _Native()], members=[4, 5, 6])
-    assert (
-        reasons
-        == ["rank 1 (global rank 5): it runs on another host, user or namespace than rank 0 (global rank 4)"] * 3
-    )
+def test_where_no_kind_works_all_are_told_the_same():
+    reasons = _meet([_Native(), _Native(), _Native(broken=["memfd", "named"])], members=[4, 5, 6])
+    assert reasons == ["rank 2 (global rank 6): named is out of reach"] * 3
+    # Also those of other hosts, though memory does for them.
+    natives = [_Native(), _Native("there"), _Native(broken=["memfd", "named"]), _Native("there")]
+    assert _meet(natives) == ["rank 2: named is out of reach"] * 4
+
+
+def test_each_host_has_a_segment_of_its_own():
+    natives = [_Native(), _Native("there"), _Native("alone"), _Native(), _Native("there")]
+    segments = _meet(natives)
+    assert segments == [natives[0], natives[1], None, natives[3], natives[4]]
 
 
 def test_a_rank_that_never_comes_is_named():

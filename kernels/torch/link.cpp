@@ -1,0 +1,53 @@
+#include "torch/link.h"
+
+#include <ATen/ATen.h>
+
+namespace fsdp_tp {
+
+namespace {
+
+// Beside those of users' sends and receives, which go over the same gloo group.
+constexpr int kTag = 0x7f5d0000;
+
+std::vector<at::Tensor> as_tensor(void* data, size_t bytes) {
+  return {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte))};
+}
+
+}  // namespace
+
+Link::Transfer Link::send(const void* data, size_t bytes, int to) {
+  if (bytes == 0) return {to, {}};
+  try {
+    auto tensors = as_tensor(const_cast<void*>(data), bytes);
+    return {to, gloo_.get()->send(tensors, to, kTag)};
+  } catch (const std::exception& why) {
+    fail(to, why);
+  }
+}
+
+Link::Transfer Link::receive(void* data, size_t bytes, int from) {
+  if (bytes == 0) return {from, {}};
+  try {
+    auto tensors = as_tensor(data, bytes);
+    return {from, gloo_.get()->recv(tensors, from, kTag)};
+  } catch (const std::exception& why) {
+    fail(from, why);
+  }
+}
+
+void Link::wait(Transfer& transfer) {
+  if (!transfer.work) return;
+  try {
+    transfer.work->wait(timeout_);
+  } catch (const std::exception& why) {
+    fail(transfer.peer, why);
+  }
+  transfer.work.reset();
+}
+
+void Link::fail(int peer, const std::exception& why) const {
+  TORCH_CHECK_WITH(DistBackendError, false, operation_, ": rank ", peer, ", on another host, did not answer within ",
+                   static_cast<double>(timeout_.count()) / 1000, " s or has ended (", why.what(), ")");
+}
+
+}  // namespace fsdp_tp

@@ -1,0 +1,41 @@
+// Bytes between ranks of different hosts: sends and receives of gloo.
+
+#pragma once
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "torch/gloo.h"
+
+namespace fsdp_tp {
+
+// The transfers of one collective. Those that are under way when it fails are given up with it.
+class Link {
+ public:
+  // `operation` is for errors.
+  Link(Gloo& gloo, std::string operation, std::chrono::milliseconds timeout)
+      : gloo_(gloo), operation_(std::move(operation)), timeout_(timeout) {}
+
+  struct Transfer {
+    int peer = -1;
+    c10::intrusive_ptr<c10d::Work> work;  // none: of no bytes
+  };
+
+  // Neither blocks. Transfers of one pair of ranks match in the order of their calls. `data` stays in place until
+  // wait().
+  Transfer send(const void* data, size_t bytes, int to);
+  Transfer receive(void* data, size_t bytes, int from);
+  // Throws with the operation and the peer.
+  void wait(Transfer& transfer);
+
+ private:
+  [[noreturn]] void fail(int peer, const std::exception& why) const;
+
+  Gloo& gloo_;
+  const std::string operation_;
+  const std::chrono::milliseconds timeout_;
+};
+
+}  // namespace fsdp_tp

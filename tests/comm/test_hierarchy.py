@@ -1,0 +1,150 @@
+"""Groups that span hosts, which here are names: ranks with the same FSDP_TP_HOST share memory, others go over gloo.
+
+If these fail and test_backend passes, look at kernels/torch/hierarchy.cpp.
+"""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_tp.comm.backend import NAME, backend_of, register
+from tests.ranks import run
+
+LAYOUTS = {  # the host of each rank
+    "even": "aabb",
+    "interleaved": "abab",
+    "alone": "abc",
+    "uneven": "aaab",
+    "uneven, apart": "abbcbb",
+}
+# None, few, odd; more than one small exchange (64 KiB), more than one chunk (1 MiB), more than four.
+COUNTS = (0, 1, 7, 20_001, 300_007, 1_200_001)
+
+
+@contextmanager
+def _hosts(layout):
+    """A group of the world whose ranks believe to be on these hosts."""
+    register()
+    before = os.environ.get("FSDP_TP_HOST")
+    os.environ["FSDP_TP_HOST"] = layout[dist.get_rank()]
+    try:
+        group = dist.new_group(backend=NAME)
+    finally:
+        os.environ.pop("FSDP_TP_HOST") if before is None else os.environ.update(FSDP_TP_HOST=before)
+    assert backend_of(group) == NAME
+    yield group
+    dist.destroy_process_group(group)
+
+
+def _values(rank, count, dtype):
+    """Of which sums over ranks are exact in every dtype, so that their order does not matter."""
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    return torch.randint(-8, 8, (count,), generator=generator).to(dtype)
+
+
+def _matrix(layout, dtype, counts):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with _hosts(layout) as group:
+        for count in counts:
+            everybodys = [_values(each, count, dtype) for each in range(world)]
+            own = everybodys[rank]
+            total = torch.stack(everybodys).sum(0)
+            gathered = torch.empty(world * count, dtype=dtype)
+            dist.all_gather_into_tensor(gathered, own, group=group)
+            assert torch.equal(gathered, torch.cat(everybodys)), (count, "all_gather")
+            gathered.view(world, count)[rank] += 1  # in place, as FSDP calls it
+            dist.all_gather_into_tensor(gathered, gathered.view(world, count)[rank], group=group)
+            assert torch.equal(gathered, torch.cat([each + 1 for each in everybodys])), (count, "in place")
+            outputs = [torch.empty_like(own) for _ in range(world)]
+            dist.all_gather(outputs, own, group=group)
+            assert all(map(torch.equal, outputs, everybodys)), (count, "list")
+            reduced = own.clone()
+            dist.all_reduce(reduced, group=group)
+            assert torch.equal(reduced, total), (count, "all_reduce")
+            dist.all_reduce(reduced.copy_(own), dist.ReduceOp.MAX, group)
+            assert torch.equal(reduced, torch.stack(everybodys).amax(0)), (count, "max")
+            parts = [[_values(10 * each + to, count, dtype) for to in range(world)] for each in range(world)]
+            wholes = torch.cat(parts[rank])
+            dist.reduce_scatter_tensor(reduced, wholes, group=group)
+            assert torch.equal(reduced, sum(each[rank] for each in parts)), (count, "reduce_scatter")
+            assert torch.equal(wholes, torch.cat(parts[rank])), (count, "its input")
+            for root in range(world):
+                sent = own.clone() if rank == root else torch.full_like(own, 99)
+                dist.broadcast(sent, root, group)
+                assert torch.equal(sent, everybodys[root]), (count, "broadcast", root)
+            if dtype.is_floating_point:
+                dist.reduce_scatter_tensor(reduced, wholes, dist.ReduceOp.AVG, group)
+                terms = torch.stack([each[rank] for each in parts]).double() / world
+                # Each host's mean is rounded, and the last: half a bit of the dtype's each.
+                bound = torch.finfo(dtype).eps / 2 * (terms.abs().sum(0) + terms.sum(0).abs()) * 1.01
+                assert bool(((reduced.double() - terms.sum(0)).abs() <= bound).all()), (count, "mean")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_collectives_equal_arithmetic(layout, dtype):
+    hosts = LAYOUTS[layout]
+    run(len(hosts), _matrix, hosts, dtype, COUNTS if dtype is torch.float32 else COUNTS[:4])
+
+
+def _others():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with _hosts("aabb") as group:
+        objects = [None] * world
+        dist.all_gather_object(objects, {"rank": rank}, group=group)
+        assert [each["rank"] for each in objects] == list(range(world))
+        message = torch.full((3,), float(rank))
+        work = dist.isend(message, (rank + 1) % world, group)
+        received = torch.empty(3)
+        dist.recv(received, (rank - 1) % world, group)
+        work.wait()
+        assert received.tolist() == [(rank - 1) % world] * 3
+        sent, got = torch.arange(8.0) + 10 * rank, torch.empty(8)
+        dist.all_to_all_single(got, sent, group=group)
+        assert got.tolist() == [10 * each + 2 * rank + i for each in range(world) for i in range(2)]
+        total = torch.ones(5) * rank
+        dist.reduce(total, 2, group=group)
+        assert rank != 2 or total.tolist() == [6.0] * 5
+        x = torch.ones(4)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        work.wait()
+        assert x.tolist() == [4.0] * 4
+        dist.barrier(group)
+
+
+def test_the_other_operations_go_over_gloo():
+    run(4, _others)
+
+
+def _sums(layout):
+    """Sums whose order shows: each host's first, in the order of ranks, then those in the order of hosts."""
+    rank, world, count = dist.get_rank(), dist.get_world_size(), 50_000
+    everybodys = torch.stack([torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(world)])
+    hosts = [[r for r in range(world) if layout[r] == host] for host in dict.fromkeys(layout)]
+    partial = []
+    for ranks in hosts:
+        partial.append(everybodys[ranks[0]].clone())
+        for each in ranks[1:]:
+            partial[-1] += everybodys[each]
+    expected = partial[0].clone()
+    for each in partial[1:]:
+        expected += each
+    with _hosts(layout) as group:
+        for _ in range(2):
+            x = everybodys[rank].clone()
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, expected)
+        x = everybodys[rank].to(torch.bfloat16)
+        dist.all_reduce(x, group=group)
+        # A host's sum is rounded for the link, and the sum of those at the end.
+        exact = everybodys.to(torch.bfloat16).double().sum(0)
+        bound = torch.finfo(torch.bfloat16).eps / 2 * (everybodys.double().abs().sum(0) + exact.abs()) * 1.01
+        assert bool(((x.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abab", "abbcbb"])
+def test_sums_have_one_order_and_the_same_bits(layout):
+    run(len(layout), _sums, layout)
