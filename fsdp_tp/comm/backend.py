@@ -87,7 +87,7 @@ def _create(options: Any, wire: Any) -> Any:
     if size > 1:
         members, name = list(options.global_ranks_in_group), options.group_id
         meeting = Meeting(_native(), store, rank, size, timeout, members, name)
-        hosts = meeting.hosts()
+        hosts = [[each] for each in range(size)] if wire and wire.everywhere else meeting.hosts()
         segment = meeting.segment(hosts)
         if isinstance(segment, str):
             if rank == 0:

@@ -159,7 +159,7 @@ def _join(group: dist.ProcessGroup) -> SharedGroup:
         segment = _common_segment(library, group, NAMED)
     handle, message = c_void_p(), ctypes.create_string_buffer(1024)
     status = library.group_join(
-        segment, group.rank(), group.size(), _timeout(group).total_seconds(), ctypes.byref(handle), message, 1024
+        segment, group.rank(), group.size(), timeout_of(group).total_seconds(), ctypes.byref(handle), message, 1024
     )
     if status != 0:
         raise dist.DistBackendError(message.value.decode(errors="replace"))
@@ -198,7 +198,8 @@ def _require_none(problems: list[str | None], prefix: str) -> None:
             raise NotShared(f"{prefix}rank {rank}: {problem}")
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """After which a collective of the group on the CPU gives up."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout

@@ -29,12 +29,14 @@ class ShmBackend : public c10d::Backend {
   using Milliseconds = std::chrono::milliseconds;
 
   // Joins the group in `segment`, which only a rank that is alone on its host does without. `hosts` has the ranks of
-  // the group by host; between them fp32 values travel as `wire` (fsdp_tp_wire).
+  // the group by host; see Hierarchy for `wire`.
   ShmBackend(fsdp_tp_segment* segment, c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout,
              std::vector<std::vector<int>> hosts, int wire);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "fsdp_tp_shm"; }
+  // The ranks of the group by host.
+  const std::vector<std::vector<int>>& hosts() const { return hosts_; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -115,6 +117,7 @@ class ShmBackend : public c10d::Backend {
 
   Milliseconds timeout_;
   const std::shared_ptr<Gloo> gloo_;
+  const std::vector<std::vector<int>> hosts_;
   const bool spans_hosts_;
   const std::shared_ptr<Group> group_;
   const std::shared_ptr<Requests> requests_;

@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 
 #include "shm/wire.h"
 
@@ -59,34 +58,39 @@ struct TwoLevels {
     }
   }
 
+  // What of a wire is used: only sums bear it.
+  int wire(int wanted) const {
+    return dtype == FSDP_TP_FLOAT32 && between == FSDP_TP_SUM ? wanted : static_cast<int>(FSDP_TP_EXACT);
+  }
+
   int dtype;
   Reduction inside;
   int between = FSDP_TP_SUM;
   int divisor = 1;
 };
 
-// What partial results look like on the link.
-struct Coding {
-  Coding(const TwoLevels& levels, int dtype, int wire) : dtype(dtype), computed(levels.dtype) {
-    if (dtype == FSDP_TP_FLOAT32 && levels.between == FSDP_TP_SUM) this->wire = wire;
-  }
-  bool plain() const { return wire == FSDP_TP_EXACT && dtype == computed; }
+}  // namespace
+
+// What values look like on the link. Where they are computed with, 16-bit ones are fp32.
+struct Hierarchy::Coding {
+  int dtype = kBytes;
+  int wire = FSDP_TP_EXACT;
+
+  int computed() const { return is_16_bit(dtype) ? static_cast<int>(FSDP_TP_FLOAT32) : dtype; }
   size_t bytes(size_t count) const {
     return wire == FSDP_TP_EXACT ? count * fsdp_tp_dtype_size(dtype) : fsdp_tp_wire_bytes(wire, count);
   }
   void encode(void* out, const void* in, size_t count) const {
     if (wire != FSDP_TP_EXACT) return fsdp_tp_encode(wire, out, static_cast<const float*>(in), count);
-    fsdp_tp_cast(out, dtype, in, computed, count);
+    fsdp_tp_cast(out, dtype, in, computed(), count);
   }
   void decode(void* out, const void* in, size_t count) const {
     if (wire != FSDP_TP_EXACT) return fsdp_tp_decode(wire, static_cast<float*>(out), in, count);
-    fsdp_tp_cast(out, computed, in, dtype, count);
+    fsdp_tp_cast(out, computed(), in, dtype, count);
   }
-
-  int dtype;
-  int computed;
-  int wire = FSDP_TP_EXACT;
 };
+
+namespace {
 
 int host_of(const std::vector<std::vector<int>>& hosts, int rank) {
   const auto has = [rank](const auto& ranks) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
@@ -129,44 +133,50 @@ void Hierarchy::run(const char* operation, const std::string& arguments, Body bo
 
 void Hierarchy::all_gather(const std::vector<void*>& outs, const void* in, size_t bytes, int dtype) {
   // Gradients bear to be rounded to bf16 on their way; parameters are gathered as they are.
-  const int wire = dtype == FSDP_TP_FLOAT32 && wire_ == FSDP_TP_WIRE_INT8 ? wire_ : FSDP_TP_EXACT;
-  run("all_gather", std::to_string(bytes) + " bytes a rank", [&](Link& link) { gather(link, outs, in, bytes, wire); });
+  const bool coded = wire_ == FSDP_TP_WIRE_INT8 && (dtype == FSDP_TP_FLOAT32 || is_16_bit(dtype));
+  run("all_gather", std::to_string(bytes) + " bytes a rank",
+      [&](Link& link) { gather(link, outs, in, bytes, coded ? Coding{dtype, wire_} : Coding{}); });
 }
 
-void Hierarchy::gather(Link& link, const std::vector<void*>& outs, const void* in, size_t bytes, int wire) {
-  const auto coded = [wire](size_t length) {
-    return wire == FSDP_TP_EXACT ? length : fsdp_tp_wire_bytes(wire, length / sizeof(float));
+void Hierarchy::gather(Link& link, const std::vector<void*>& outs, const void* in, size_t bytes, const Coding& coding) {
+  const bool plain = coding.wire == FSDP_TP_EXACT;
+  const size_t element = plain ? 1 : fsdp_tp_dtype_size(coding.dtype);
+  const auto coded = [&](size_t length) { return plain ? length : coding.bytes(length / element); };
+  std::vector<float> values(plain ? 0 : std::min(kChunk, bytes) / element);
+  const auto decode = [&](void* out, const char* code, size_t length) {
+    coding.decode(values.data(), code, length / element);
+    fsdp_tp_cast(out, coding.dtype, values.data(), FSDP_TP_FLOAT32, length / element);
   };
   struct Incoming {
     int host;
     int shard;
     Bytes encoded;
-    std::deque<Link::Transfer> chunks;
+    std::vector<Link::Transfer> chunks;
   };
   std::vector<Incoming> incoming;  // what this rank carries, by host and round
+  static_assert(std::is_nothrow_move_constructible_v<Incoming>);  // or `encoded` would be copied away from its receives
   for (int host = 0; host < static_cast<int>(hosts_.size()); ++host) {
     if (host == host_) continue;
     for (int shard = local_.rank; shard < ranks_of(host); shard += local_.size) {
       Incoming& each = incoming.emplace_back(Incoming{host, shard, {}, {}});
-      if (wire != FSDP_TP_EXACT) each.encoded.resize(coded(bytes));
+      if (!plain) each.encoded.resize(coded(bytes));
       for (size_t offset = 0; offset < bytes; offset += kChunk) {
-        void* const to = wire == FSDP_TP_EXACT ? at(outs[hosts_[host][shard]], offset) : &each.encoded[coded(offset)];
+        void* const to = plain ? at(outs[hosts_[host][shard]], offset) : &each.encoded[coded(offset)];
         each.chunks.push_back(link.receive(to, coded(std::min(kChunk, bytes - offset)), hosts_[host][shard]));
       }
     }
   }
 
-  Bytes encoded(wire == FSDP_TP_EXACT ? 0 : coded(bytes));
+  Bytes encoded(plain ? 0 : coded(bytes));
   std::vector<Link::Transfer> sends;
   for (size_t offset = 0; offset < bytes; offset += kChunk) {
     const size_t length = std::min(kChunk, bytes - offset);
     const void* from = at(in, offset);
-    if (wire != FSDP_TP_EXACT) {
+    if (!plain) {
       char* const code = &encoded[coded(offset)];
-      fsdp_tp_encode(wire, code, static_cast<const float*>(from), length / sizeof(float));
-      // This host sees what the others see.
-      fsdp_tp_decode(wire, static_cast<float*>(static_cast<void*>(at(outs[rank], offset))), code,
-                     length / sizeof(float));
+      fsdp_tp_cast(values.data(), FSDP_TP_FLOAT32, from, coding.dtype, length / element);
+      coding.encode(code, values.data(), length / element);
+      decode(at(outs[rank], offset), code, length);  // this host sees what the others see
       from = code;
     }
     for (int host = 0; host < static_cast<int>(hosts_.size()); ++host) {
@@ -176,18 +186,16 @@ void Hierarchy::gather(Link& link, const std::vector<void*>& outs, const void* i
 
   std::vector<void*> pointers(local_.size);
   for (int each = 0; each < local_.size; ++each) pointers[each] = outs[hosts_[host_][each]];
-  local_.all_gather(pointers, wire == FSDP_TP_EXACT ? in : outs[rank], bytes);
+  local_.all_gather(pointers, plain ? in : outs[rank], bytes);
   for (size_t offset = 0; offset < bytes; offset += kChunk) {
     const size_t length = std::min(kChunk, bytes - offset);
     auto next = incoming.begin();
     for (int host = 0; host < static_cast<int>(hosts_.size()); ++host) {
       for (int round = 0; host != host_ && round < rounds_of(host); ++round) {
         if (next != incoming.end() && next->host == host && next->shard / local_.size == round) {
-          link.wait(next->chunks.front());
-          next->chunks.pop_front();
-          if (wire != FSDP_TP_EXACT) {
-            auto* const to = static_cast<float*>(static_cast<void*>(at(outs[hosts_[host][next->shard]], offset)));
-            fsdp_tp_decode(wire, to, &next->encoded[coded(offset)], length / sizeof(float));
+          link.wait(next->chunks[offset / kChunk]);
+          if (!plain) {
+            decode(at(outs[hosts_[host][next->shard]], offset), &next->encoded[coded(offset)], length);
           }
           ++next;
         }
@@ -211,9 +219,10 @@ void Hierarchy::reduce_scatter(void* out, int out_dtype, const std::vector<const
 void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::vector<const void*>& ins, size_t count,
                              const Reduction& how) {
   const TwoLevels levels(how, size);
-  const Coding coding(levels, how.dtype, wire_);
+  const Coding coding{how.dtype, levels.wire(wire_)};
   const int hosts = static_cast<int>(hosts_.size());
   const size_t element = fsdp_tp_dtype_size(how.dtype), computed = fsdp_tp_dtype_size(levels.dtype);
+  const bool plain = coding.wire == FSDP_TP_EXACT && how.dtype == levels.dtype;
   const size_t chunk = kChunk / computed;
 
   // The buffers of a chunk, from its first partial sums until its sends are done.
@@ -258,7 +267,7 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
         sum_inside(partial.data(), host, round, start, stage.length);
         if (!sent) continue;
         const void* from = partial.data();
-        if (!coding.plain()) {
+        if (!plain) {
           stage.outgoing[used].resize(bytes);
           coding.encode(stage.outgoing[used].data(), from, stage.length);
           from = stage.outgoing[used].data();
@@ -275,7 +284,7 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
       if (host == host_) continue;
       link.wait(stage.receives[host]);
       sources[host] = stage.incoming[host].data();
-      if (coding.plain()) continue;
+      if (plain) continue;
       stage.decoded[host].resize(stage.length * computed);
       coding.decode(stage.decoded[host].data(), sources[host], stage.length);
       sources[host] = stage.decoded[host].data();
@@ -307,7 +316,10 @@ void Hierarchy::all_reduce(void* data, size_t count, const Reduction& how) {
       std::vector<void*> slices;
       for (int each = 0; each < size; ++each) slices.push_back(at(data, each * slice * element));
       scatter_sums(link, slices[rank], how.dtype, {slices.begin(), slices.end()}, slice, how);
-      gather(link, slices, slices[rank], slice * element, Coding(TwoLevels(how, size), how.dtype, wire_).wire);
+      // As it came, so it goes.
+      const TwoLevels levels(how, size);
+      const Coding coding{how.dtype, levels.wire(wire_)};
+      gather(link, slices, slices[rank], slice * element, coding.wire == FSDP_TP_EXACT ? Coding{} : coding);
     }
     const size_t done = slice * size;
     if (done < count) sum_small(link, at(data, done * element), count - done, how);
@@ -360,7 +372,7 @@ void Hierarchy::broadcast(void* data, size_t bytes, int root) {
         auto receive = link.receive(slices[rank], slice, carrier(from, local_.rank));
         link.wait(receive);
       }
-      gather(link, slices, slices[rank], slice, FSDP_TP_EXACT);
+      gather(link, slices, slices[rank], slice, Coding{});
     }
     if (slice * size < bytes) spread_small(link, at(data, slice * size), bytes - slice * size, root);
   });
@@ -392,7 +404,7 @@ void Hierarchy::compare_calls(Link& link, const std::string& call) {
   for (int each = 0; each < size; ++each) outs.push_back(&texts[each * kText]);
   char own[kText] = "";
   std::snprintf(own, kText, "%s", call.c_str());
-  gather(link, outs, own, kText, FSDP_TP_EXACT);
+  gather(link, outs, own, kText, Coding{});
   for (int each = 0; each < size; ++each) {
     const char* const other = &texts[each * kText];
     TORCH_CHECK_WITH(DistBackendError, std::strcmp(other, own) == 0, "ranks called different collectives: rank ", rank,

@@ -22,7 +22,7 @@ namespace fsdp_tp {
 class Hierarchy : public Group {
  public:
   // `hosts` has the ranks of the group by host; `segment` is of those of this host, or null if there is only one.
-  // fp32 values cross the link as `wire` (fsdp_tp_wire) says.
+  // Sums of floats cross the link as `wire` (fsdp_tp_wire) says, with int8 also what is gathered.
   Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hosts, int rank, int size,
             std::chrono::milliseconds timeout, std::shared_ptr<Gloo> gloo, int wire);
 
@@ -40,10 +40,11 @@ class Hierarchy : public Group {
   void leave() override;
 
  private:
+  struct Coding;
   // Runs `body(link)`; a failure makes the other ranks of this host fail at once.
   template <typename Body>
   void run(const char* operation, const std::string& arguments, Body body);
-  void gather(Link& link, const std::vector<void*>& outs, const void* in, size_t bytes, int wire);
+  void gather(Link& link, const std::vector<void*>& outs, const void* in, size_t bytes, const Coding& coding);
   void scatter_sums(Link& link, void* out, int out_dtype, const std::vector<const void*>& ins, size_t count,
                     const Reduction& how);
   void sum_small(Link& link, void* data, size_t count, const Reduction& how);

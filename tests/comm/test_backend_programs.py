@@ -239,20 +239,3 @@ def _leaves_nothing():
 
 def test_a_destroyed_group_leaves_nothing_behind():
     assert run(2, _leaves_nothing) == [[], []]
-
-
-def _two_hosts():
-    os.environ["FSDP_TP_HOST"] = f"host {dist.get_rank() // 2}"
-    world = dist.new_group()
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    del os.environ["FSDP_TP_HOST"]
-    pair = pairs[dist.get_rank() // 2]
-    for group in (world, pair):
-        x = torch.ones(2)
-        dist.all_reduce(x, group=group)
-        assert x.tolist() == [group.size()] * 2
-    return backend_of(world), backend_of(pair)
-
-
-def test_groups_that_span_hosts_run_on_gloo():
-    assert run(4, _two_hosts) == [("gloo", NAME)] * 4

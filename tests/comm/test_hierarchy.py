@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tp.comm.backend import NAME, backend_of, register
+from fsdp_tp.comm.wires import Wire, group_with_wire
 from tests.ranks import run
 
 LAYOUTS = {  # the host of each rank
@@ -148,3 +149,50 @@ def _sums(layout):
 @pytest.mark.parametrize("layout", ["aabb", "abab", "abbcbb"])
 def test_sums_have_one_order_and_the_same_bits(layout):
     run(len(layout), _sums, layout)
+
+
+def _wires():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everybodys = [torch.randn(300_007, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    exact = torch.stack(everybodys).double().sum(0)
+    inside = [torch.stack(everybodys[:2]).double().sum(0), torch.stack(everybodys[2:]).double().sum(0)]
+    with _hosts("aabb") as group:
+        os.environ["FSDP_TP_HOST"] = "aabb"[rank]
+        wired = {
+            wire: group_with_wire(group, wire)
+            for wire in (Wire("fp32_accumulate"), Wire("int8"), Wire("int8", everywhere=True))
+        }
+        del os.environ["FSDP_TP_HOST"]
+        results = {}
+        for wire, over in wired.items():
+            assert group_with_wire(group, wire) is over
+            x = everybodys[rank].clone()
+            dist.all_reduce(x, group=over)
+            # One rounding of what is sent, one of the sum that comes back.
+            if wire.name == "int8":
+                sent = everybodys if wire.everywhere else inside
+                largest = sum(float(each.abs().max()) for each in sent) + float(exact.abs().max())
+                bound = torch.full_like(exact, largest / 254)
+            else:
+                half_a_bit = torch.finfo(torch.bfloat16).eps / 2
+                bound = half_a_bit * (inside[0].abs() + inside[1].abs() + exact.abs())
+            error = (x.double() - exact).abs()
+            assert bool((error <= bound * 1.01 + 1e-6).all()), wire
+            assert float(error.max()) > 1e-4, "nothing was rounded"
+            results[wire] = x
+            gathered = torch.empty(world, 300_007)
+            dist.all_gather_into_tensor(gathered, everybodys[rank], group=over)
+            off = max(float((a - b).abs().max()) for a, b in zip(gathered, everybodys, strict=True))
+            assert off == 0 if wire.name != "int8" else 0 < off <= max(float(e.abs().max()) for e in everybodys) / 253
+            results[wire, "gathered"] = gathered.clone()
+            counted = torch.tensor([2**24 + 1, rank])  # no float
+            dist.all_reduce(counted, group=over)
+            assert counted.tolist() == [4 * (2**24 + 1), 6]
+        for value in results.values():  # the same bits everywhere
+            first = value.clone()
+            dist.broadcast(first, 0, group)
+            assert torch.equal(first, value)
+
+
+def test_wires_round_once_and_all_ranks_see_the_same():
+    run(4, _wires)
