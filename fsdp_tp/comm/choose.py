@@ -117,7 +117,7 @@ def _use_wire(param_groups: list[Any], wire: str, only_between_hosts: bool) -> l
 
 def _require_quantisable(param_group: Any) -> None:
     policy = param_group.mp_policy
-    gathered = {policy.param_dtype or param.orig_dtype for param in param_group.fsdp_params}
+    gathered = {policy.param_dtype or param.sharded_param.dtype for param in param_group.fsdp_params}
     reduced = {policy.reduce_dtype} if policy.reduce_dtype else gathered
     for dtypes, what in ((gathered, "parameters are gathered"), (reduced, "gradients are reduced")):
         if not dtypes <= set(DTYPES) or len(dtypes) > 1:

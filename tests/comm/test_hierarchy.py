@@ -9,7 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_tp import fully_shard, init_mesh
 from fsdp_tp.comm.backend import NAME, backend_of, register
 from fsdp_tp.comm.wires import Wire, group_with_wire
 from tests.ranks import run
@@ -196,3 +199,72 @@ def _wires():
 
 def test_wires_round_once_and_all_ranks_see_the_same():
     run(4, _wires)
+
+
+def _group():
+    return dist.new_group(backend=os.environ.get("FSDP_TP_BACKEND"))
+
+
+def _train(comm, degree):
+    """Losses, and the weights at the end, of every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 400), nn.GELU(), nn.Linear(400, 8))
+    os.environ["FSDP_TP_HOST"] = "aabb"[dist.get_rank()]
+    try:
+        # A mesh over the whole world would take the default group, which was made on one host.
+        whole = None if degree else DeviceMesh.from_group(_group(), "cpu", mesh_dim_names=("shard",))
+        mesh = whole or init_mesh(hybrid_shard_degree=degree)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh, comm=comm)
+    finally:
+        del os.environ["FSDP_TP_HOST"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(4):
+        loss = model(torch.randn(16, 256, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    weights = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()])
+    everybodys = [torch.empty_like(weights) for _ in range(4)]
+    dist.all_gather(everybodys, weights)
+    assert all(torch.equal(weights, each) for each in everybodys), "replicas differ"
+    return torch.tensor(losses), weights
+
+
+def _strategies(degree):
+    os.environ["FSDP_TP_BACKEND"] = "gloo"
+    losses, weights = _train("torch", degree)
+    del os.environ["FSDP_TP_BACKEND"]
+    assert losses[-1] < 0.8 * losses[0], "nothing was learned"
+    gaps = {}
+    for comm in ("auto", "fp32_accumulate", "fp32_accumulate:hosts", "int8", "int8:hosts"):
+        ours, final = _train(comm, degree)
+        gaps[comm] = (float(((ours - losses) / losses).abs().max()), float((final - weights).abs().max()))
+    return gaps
+
+
+@pytest.mark.parametrize("degree", [0, 2])
+def test_fsdp_trains_alike_over_every_wire(degree):
+    for gaps in run(4, _strategies, degree):
+        assert max(gaps["auto"]) < 1e-6, gaps  # other orders of summation
+        # Four steps of gradients with 8 bits, or 1/254 of the largest of 128: a wrong sum is off by more than half.
+        for comm in ("fp32_accumulate", "fp32_accumulate:hosts", "int8", "int8:hosts"):
+            assert 0 < gaps[comm][1] < 1e-2, gaps
+            assert gaps[comm][0] < 1e-2, gaps
+
+
+def _refused():
+    os.environ["FSDP_TP_HOST"] = "aabb"[dist.get_rank()]
+    mesh = DeviceMesh.from_group(_group(), "cpu", mesh_dim_names=("shard",))
+    with pytest.raises(ValueError, match=r"int8.*quantises.*parameters are gathered as torch.float64"):
+        fully_shard(nn.Linear(8, 8, dtype=torch.float64), mesh=mesh, comm="int8:hosts")
+    del os.environ["FSDP_TP_HOST"]
+
+
+def test_int8_refuses_what_it_does_not_serve():
+    run(4, _refused)
