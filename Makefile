@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP := .venv/bin/pip install -qq --disable-pip-version-check -c constraints.txt
 LIBRARY := fsdp_tp/_lib/fsdp_tp_torch.so
 KERNELS := $(shell find kernels -name '*.h' -o -name '*.cpp')
-BENCHES := $(filter-out __init__,$(basename $(notdir $(wildcard bench/*.py))))
+BENCHES := $(filter-out __init__ namespaces,$(basename $(notdir $(wildcard bench/*.py))))
 
 # For cmake, ninja and the linters of .venv.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
