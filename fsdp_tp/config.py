@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class MeshShape(NamedTuple):
@@ -41,10 +41,11 @@ class ParallelConfig:
 
     tensor_parallel_degree: int = 1
     """Ranks that split every matrix product between them."""
-    hybrid_shard_degree: int = 0
+    hybrid_shard_degree: int | Literal["auto"] = 0
     """Ranks that share one sharded copy of the parameters, counting the context axis.
     0 shards over all of them, 1 does not shard (plain replicas), n shards over n and
-    replicates over the rest."""
+    replicates over the rest. "auto" is for the trainer: it times the mesh and chooses
+    (:mod:`fsdp_tp.degree`)."""
     context_parallel_degree: int = 1
     """Ranks that split each sequence between them; lies inside the shard group."""
     pipeline_parallel_degree: int = 1
@@ -53,6 +54,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "hybrid_shard_degree" and value == "auto":
+                continue
             lowest = 0 if field.name == "hybrid_shard_degree" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise ValueError(f"{field.name}={value!r} must be an integer of at least {lowest}")
@@ -75,6 +78,11 @@ class ParallelConfig:
             f"world / tensor = {per_pipeline} ranks",
         )
         data = per_pipeline // self.pipeline_parallel_degree
+        if self.hybrid_shard_degree == "auto":
+            raise ValueError(
+                "hybrid_shard_degree='auto' is chosen by the trainer, or by fsdp_tp.degree.measure and .choose for a "
+                f"model; here legal values are {', '.join(map(str, [0, *divisors(data)]))}"
+            )
         degree = self.hybrid_shard_degree or data
         _check_divides(
             "hybrid_shard_degree",

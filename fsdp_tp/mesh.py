@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, cached_property
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_tp.comm.backend import backend_of, cpu_backend
-from fsdp_tp.config import MeshShape, ParallelConfig
+from fsdp_tp.comm.native import load
+from fsdp_tp.config import MeshShape, ParallelConfig, divisors
 
 _DESCRIBED_RANKS = 64
 
@@ -27,7 +29,7 @@ class ParallelMesh:
     ``device_mesh``, and whoever needs one is handed the mesh.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, *, backend: str | None = None) -> None:
+    def __init__(self, device_mesh: DeviceMesh, *, backend: str | None = None, hosts: list[int] | None = None) -> None:
         if device_mesh.mesh_dim_names != MeshShape._fields:
             raise ValueError(
                 f"a ParallelMesh has the axes {', '.join(MeshShape._fields)}, not {device_mesh.mesh_dim_names}"
@@ -35,6 +37,7 @@ class ParallelMesh:
         self.device_mesh = device_mesh
         self._backend = backend  # of groups that are still to be made; None: that of the default group
         self.shape = MeshShape(*device_mesh.mesh.shape)
+        self._hosts = hosts  # the host of each rank, as a number; None: not known
 
     @property
     def device_type(self) -> str:
@@ -114,6 +117,11 @@ class ParallelMesh:
     def data_size(self) -> int:
         return self.shape.replicate * self.shape.shard
 
+    @property
+    def ranks_on_this_host(self) -> int:
+        """How many ranks of the world run on this rank's host; 1 where that is not known."""
+        return self._hosts.count(self._hosts[dist.get_rank()]) if self._hosts else 1
+
     def describe(self) -> str:
         """A table of who is where, for humans. Needs no communication; any one rank may print it."""
         shape = self.shape
@@ -174,6 +182,19 @@ def init_mesh(
         if degrees != ParallelConfig():
             raise ValueError(f"pass the degrees either one by one or as config={config}, not both")
         degrees = config
+    mesh = build_mesh(degrees, device_type=device_type, timeout=timeout)
+    if dist.get_rank() == 0:
+        if mesh.device_type == "cpu":
+            _say_backends(mesh)
+        if mesh._hosts is not None:
+            _warn_of_crossings(degrees, mesh._hosts)
+    return mesh
+
+
+def build_mesh(
+    degrees: ParallelConfig, *, device_type: str | None = None, timeout: timedelta | None = None
+) -> ParallelMesh:
+    """What :func:`init_mesh` does, without a word."""
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     _init_process_group_if_needed(device_type, timeout)
     shape = degrees.shape(dist.get_world_size())
@@ -184,7 +205,7 @@ def init_mesh(
         mesh_dim_names=MeshShape._fields,
         backend_override={name: backend for name in MeshShape._fields} if backend else None,
     )
-    mesh = ParallelMesh(device_mesh, backend=backend)
+    mesh = ParallelMesh(device_mesh, backend=backend, hosts=_hosts_of_ranks())
     # Making a group takes every rank: here all of them are.
     axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
     groups = {axis.get_group() for axis in axes} | {dist.distributed_c10d._get_default_group()}
@@ -192,8 +213,6 @@ def init_mesh(
         for group in groups:
             for device in group._device_types:
                 group._get_backend(device)._set_default_timeout(timeout)
-    if device_type == "cpu" and dist.get_rank() == 0:
-        _say_backends(mesh)
     return mesh
 
 
@@ -225,11 +244,65 @@ def _say_backends(mesh: ParallelMesh) -> None:
             over.setdefault(backend_of(mesh.device_mesh[name].get_group()), []).append(name)
     for backend, axes in over.items():
         where = "on the CPU" if len(over) == 1 else f"of axis {', '.join(axes)}"
-        memory = " (shared memory)" if backend == "fsdp_tp_shm" else ""
+        memory = ""
+        if backend == "fsdp_tp_shm":
+            memory = " (shared memory" + (", gloo between hosts)" if len(set(mesh._hosts or ())) > 1 else ")")
         default = "" if dist.get_backend() == backend else f"; the default group is of {dist.get_backend()}"
         _log_once(f"collectives {where} go over {backend}{memory}{default}")
+
+
+def _hosts_of_ranks() -> list[int] | None:
+    """Ranks with equal numbers can share memory; hosts are counted in the order of their first ranks."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    library = load()
+    names: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, None if isinstance(library, str) else library.host_text())
+    if None in names:
+        return None
+    order = list(dict.fromkeys(names))
+    return [order.index(name) for name in names]
+
+
+def _warn_of_crossings(degrees: ParallelConfig, hosts: list[int]) -> None:
+    """Once for each of the degrees that makes groups span hosts where another one would not."""
+    size = len(hosts)
+    for name in ("tensor_parallel_degree", "hybrid_shard_degree"):
+        asked = getattr(degrees, name)
+        if asked > 1 and _crosses(degrees, name, hosts):
+            better = [d for d in divisors(size) if d > 1 and _legal(degrees, name, d, size)]
+            better = [d for d in better if not _crosses(replace(degrees, **{name: d}), name, hosts)]
+            if better:
+                _warn_once(
+                    f"{name}={asked} makes groups of ranks that span hosts, whose links are slower than a host's "
+                    f"memory; {name}={max(better)} does not"
+                )
+
+
+def _legal(degrees: ParallelConfig, name: str, degree: int, world_size: int) -> bool:
+    try:
+        replace(degrees, **{name: degree}).shape(world_size)
+    except ValueError:
+        return False
+    return True
+
+
+def _crosses(degrees: ParallelConfig, name: str, hosts: list[int]) -> bool:
+    """Whether some group of the tensor axis, or of the shard axis with the context axis, is on several hosts."""
+    shape = degrees.shape(len(hosts))
+    grid = torch.tensor(hosts).reshape(tuple(shape))
+    if name == "tensor_parallel_degree":
+        groups = grid.reshape(-1, shape.tensor)
+    else:
+        groups = grid.permute(0, 1, 4, 2, 3).reshape(-1, shape.shard * shape.context)
+    return bool((groups != groups[:, :1]).any())
 
 
 @cache
 def _log_once(message: str) -> None:
     logger.info(message)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

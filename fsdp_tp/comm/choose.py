@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -28,6 +29,17 @@ def check_comm(comm: str) -> None:
     """Raises ValueError for a strategy that does not exist."""
     if comm not in COMM:
         raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, COMM))}")
+
+
+def communicates_in_place(group: dist.ProcessGroup, comm: str) -> bool:
+    """Whether gathers over this shard group of a CPU move nothing, or only once into memory that all its ranks see."""
+    if comm in ("torch", "int8"):
+        return False
+    try:
+        SharedGroup.join(group)
+    except NotShared:
+        return False
+    return True
 
 
 def use_comm(modules: Iterable[nn.Module], comm: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,6 +244,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return tuple(_convert(kind, item, where) for kind, item in zip(kinds, value, strict=True))
     if type(None) in inner:
         return None if value is None else _convert(inner[0], value, where)
+    if origin in (types.UnionType, typing.Union) and type(None) not in inner:
+        for each in inner:
+            with contextlib.suppress(ValueError):
+                return _convert(each, value, where)
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

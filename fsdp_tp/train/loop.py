@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_tp
-from fsdp_tp import checkpoint
+from fsdp_tp import checkpoint, degree
+from fsdp_tp.config import ParallelConfig
 from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.train import config as configuration
@@ -74,10 +75,13 @@ def prepare(config: TrainConfig) -> Job:
     """
     if config.deterministic:
         use_deterministic_algorithms()
-    mesh = fsdp_tp.init_mesh(config=config.parallel, timeout=timedelta(seconds=config.timeout))
-    micro_batch, micro_batches = config.micro_batches(mesh.data_size)
     tokenizer: Tokenizer = HuggingFaceTokenizer(config.data.tokenizer) if config.data.tokenizer else ByteTokenizer()
     model = build_model(config.model, tokenizer_size=tokenizer.size, sequence_length=config.data.sequence_length)
+    parallel, table = config.parallel, ""
+    if parallel.hybrid_shard_degree == "auto":
+        parallel, table = _choose_degree(config, model)
+    mesh = fsdp_tp.init_mesh(config=parallel, timeout=timedelta(seconds=config.timeout))
+    micro_batch, micro_batches = config.micro_batches(mesh.data_size)
     start = _checkpoint_to_resume(config)
     sequences = PackedSequences(_tokens(config, tokenizer), config.data.sequence_length)
     loader = _loader(config, sequences, mesh)
@@ -95,7 +99,7 @@ def prepare(config: TrainConfig) -> Job:
     optimizer = build_optimizer(model, config.optimizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     description = (
-        f"{mesh.describe()}\n{parameters / 1e6:.1f} M parameters, {len(sequences):,} sequences of "
+        f"{table}{mesh.describe()}\n{parameters / 1e6:.1f} M parameters, {len(sequences):,} sequences of "
         f"{config.data.sequence_length} tokens, {micro_batches} micro-batch(es) of {micro_batch} a rank and step"
     )
     first_step = 0
@@ -116,6 +120,20 @@ def prepare(config: TrainConfig) -> Job:
         if first_step >= config.optimizer.steps:
             description += f"\nalready at step {first_step} of {config.optimizer.steps}: nothing to do"
     return Job(mesh, model, optimizer, loader, micro_batch, first_step, description)
+
+
+def _choose_degree(config: TrainConfig, model: nn.Module) -> tuple[ParallelConfig, str]:
+    """The degrees with the hybrid shard degree that communicates fastest here, and the table that shows it."""
+    candidates = degree.measure(
+        config.parallel,
+        degree.units_of(model, config.parallel.tensor_parallel_degree),
+        micro_batches=lambda data_size: config.micro_batches(data_size)[1],
+        param_dtype=_PRECISION[config.precision].param_dtype or torch.float32,
+        comm=config.comm,
+        timeout=timedelta(seconds=config.timeout),
+    )
+    chosen = degree.choose(candidates)
+    return replace(config.parallel, hybrid_shard_degree=chosen.degree), degree.describe(candidates, chosen) + "\n"
 
 
 def run(config: TrainConfig, job: Job) -> None:
