@@ -29,7 +29,7 @@ class ParallelMesh:
     ``device_mesh``, and whoever needs one is handed the mesh.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, *, backend: str | None = None, hosts: list[int] | None = None) -> None:
+    def __init__(self, device_mesh: DeviceMesh, *, backend: str | None = None) -> None:
         if device_mesh.mesh_dim_names != MeshShape._fields:
             raise ValueError(
                 f"a ParallelMesh has the axes {', '.join(MeshShape._fields)}, not {device_mesh.mesh_dim_names}"
@@ -37,7 +37,7 @@ class ParallelMesh:
         self.device_mesh = device_mesh
         self._backend = backend  # of groups that are still to be made; None: that of the default group
         self.shape = MeshShape(*device_mesh.mesh.shape)
-        self._hosts = hosts  # the host of each rank, as a number; None: not known
+        self._hosts: list[int] | None = None  # of each rank, as a number; None: not known
 
     @property
     def device_type(self) -> str:
@@ -205,7 +205,7 @@ def build_mesh(
         mesh_dim_names=MeshShape._fields,
         backend_override={name: backend for name in MeshShape._fields} if backend else None,
     )
-    mesh = ParallelMesh(device_mesh, backend=backend, hosts=_hosts_of_ranks())
+    mesh = ParallelMesh(device_mesh, backend=backend)
     # Making a group takes every rank: here all of them are.
     axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
     groups = {axis.get_group() for axis in axes} | {dist.distributed_c10d._get_default_group()}
@@ -213,6 +213,7 @@ def build_mesh(
         for group in groups:
             for device in group._device_types:
                 group._get_backend(device)._set_default_timeout(timeout)
+    mesh._hosts = _hosts_of_ranks()
     return mesh
 
 

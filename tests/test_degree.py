@@ -2,9 +2,10 @@
 
 import logging
 import os
+import time
+from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -47,10 +48,7 @@ def _sleepy(seconds_a_byte):
 
         def slow(out, tensor, group, call=calls[name]):
             if group.size() == 4:
-                torch.ones(1)
                 dist.barrier()
-                import time
-
                 time.sleep(max(out.nbytes, tensor.nbytes) * seconds_a_byte)
             return call(out, tensor, group=group)
 
@@ -118,12 +116,6 @@ def _crossing(hosts, **degrees):
     ],
 )
 def test_a_degree_that_crosses_hosts_for_nothing_is_said_once(hosts, degrees, better):
-    messages = run(len(hosts), _crossing_of(hosts, degrees))[0]
+    messages = run(len(hosts), partial(_crossing, hosts, **degrees))[0]
     assert len(messages) == (better is not None)
     assert better is None or f"{better} does not" in messages[0]
-
-
-def _crossing_of(hosts, degrees):
-    from functools import partial
-
-    return partial(_crossing, hosts, **degrees)
