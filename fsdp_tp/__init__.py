@@ -1,6 +1,7 @@
 """Tensor parallelism and hybrid sharding for PyTorch FSDP scripts, in three lines."""
 
 from fsdp_tp import checkpoint as checkpoint
+from fsdp_tp.comm.backend import register as _register
 from fsdp_tp.config import ParallelConfig
 from fsdp_tp.fsdp import accumulate, fully_shard
 from fsdp_tp.grad_norm import clip_grad_norm_
@@ -41,3 +42,5 @@ __all__ = [
     "wrap",
 ]
 __version__ = "0.1.0"
+
+_register()  # so that torch.distributed knows the backend by name

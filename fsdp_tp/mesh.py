@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_tp.comm.backend import backend_of, cpu_backend
 from fsdp_tp.comm.native import load
+from fsdp_tp.comm.shared_memory import timeout_of
 from fsdp_tp.config import MeshShape, ParallelConfig, divisors
 
 _DESCRIBED_RANKS = 64
@@ -209,6 +210,8 @@ def build_mesh(
     # Making a group takes every rank: here all of them are.
     axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
     groups = {axis.get_group() for axis in axes} | {dist.distributed_c10d._get_default_group()}
+    if timeout is None and device_type == "cpu":  # that which the script started with, also for the groups of axes
+        timeout = timeout_of(dist.distributed_c10d._get_default_group())
     if timeout is not None:
         for group in groups:
             for device in group._device_types:

@@ -154,6 +154,8 @@ def _require_shareable(param_group: Any, number: int) -> None:
 
 @cache
 def _say(asked: str, chosen: str, why: str) -> None:
+    if dist.get_rank() > 0:
+        return
     level = logging.INFO if asked in ("auto", chosen) else logging.WARNING
     logger.log(level, "comm=%r uses %r: %s", asked, chosen, why)
 

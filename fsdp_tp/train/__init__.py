@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -20,6 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     from fsdp_tp.train.loop import prepare, run
 
+    logging.basicConfig(format="%(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("fsdp_tp").setLevel(logging.INFO)  # among others what collectives go over
     try:
         config = parse(arguments)
         job = prepare(config)

@@ -4,7 +4,11 @@ If these fail and test_backend passes, look at kernels/torch/hierarchy.cpp.
 """
 
 import os
+import signal
+import threading
+import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_tp import fully_shard, init_mesh
 from fsdp_tp.comm.backend import NAME, backend_of, register
 from fsdp_tp.comm.wires import Wire, group_with_wire
+from tests.comm.processes import Job
 from tests.ranks import run
 
 LAYOUTS = {  # the host of each rank
@@ -268,3 +273,34 @@ def _refused():
 
 def test_int8_refuses_what_it_does_not_serve():
     run(4, _refused)
+
+
+def _all_reduces(x, group, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        dist.all_reduce(x, group=group)
+
+
+def _until_it_fails(how, timeout):
+    """Rank 3, on the second host, ends or stops itself in the middle."""
+    rank = dist.get_rank()
+    os.environ["FSDP_TP_HOST"] = "aabb"[rank]
+    group = dist.new_group(backend=NAME, timeout=timedelta(seconds=timeout))
+    x = torch.ones(1_000_000)
+    dist.all_reduce(x, group=group)
+    if rank == 3:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), how)).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        _all_reduces(x, group, 20)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_ranks_are_told_of_one_that_ended_or_stopped(how):
+    timeout = 20 if how == signal.SIGKILL else 2
+    for rank, (message, took) in enumerate(Job(4, _until_it_fails, how, timeout).results(but=3, within=60)[:3]):
+        assert "all_reduce: rank " in message, message
+        # Rank 1 has its partner there; 0 hears of it from 1, and 2, whose host it is, from its memory.
+        assert "rank 3" in message or "[2, 3][r]" in message, (rank, message)
+        assert took < 8, (rank, took, message)

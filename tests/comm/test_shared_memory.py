@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,22 @@ def test_a_killed_rank_is_named_by_the_others(tmp_path, when):
     for rank, error in (answers.get(), answers.get()):
         assert rank in (0, 2)
         assert re.search(r"rank 1 \(process \d+\) has ended", error), error
+
+
+def _late(started):
+    if started == "script":  # whose timeout the groups of the mesh take over
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(datetime.timedelta(seconds=2))
+    mesh = fsdp_tp.init_mesh(timeout=None if started == "script" else datetime.timedelta(seconds=2))
+    shared = SharedGroup.join(mesh.shard.get_group())
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return None
+    began = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match=r"rank 1 .*did not come within 2 s"):
+        shared.barrier()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("started", ["script", "init_mesh"])
+def test_a_rank_that_is_late_is_missed_after_the_timeout_of_the_mesh(started):
+    assert run(2, _late, started)[0] < 5
