@@ -53,6 +53,7 @@ int open_process(int process) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, process, 0));
 #else
+  errno = ENOSYS;
   return -1;
 #endif
 }
@@ -144,8 +145,11 @@ void Group::join() {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     processes_[static_cast<std::size_t>(peer)] = open_process(card(peer).process);
-    if (processes_[static_cast<std::size_t>(peer)] < 0 && errno == ESRCH) {
-      throw Failure{FSDP_TP_PEER_DIED, "join: " + who(peer) + " has ended"};
+    // Where ranks do not see each other in /proc, the number may be of another namespace.
+    if (processes_[static_cast<std::size_t>(peer)] < 0 && errno == ESRCH && segment_kind() == FSDP_TP_MEMFD) {
+      const std::string reason = "join: " + who(peer) + " has ended";
+      abort(reason);  // others may wait for this rank
+      throw Failure{FSDP_TP_PEER_DIED, reason};
     }
   }
   reads_private_ = try_reading_private();

@@ -249,6 +249,39 @@ void another_user_cannot_attach() {
   }
 }
 
+// Whether the process may make a namespace of processes; its next children are then in it.
+bool enter_namespace() { return unshare(CLONE_NEWPID) == 0; }
+
+// Runs a function in a process of its own; whether it went well.
+template <class Body>
+bool in_child(Body body) {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) _exit(body() ? 0 : 1);  // a search for leaks hangs between two namespaces
+  int status = 1;
+  waitpid(child, &status, 0);
+  return status == 0;
+}
+
+// Ranks of two namespaces of processes, where the number of one means nothing to the other.
+void other_numbers_of_processes() {
+  if (!in_child(enter_namespace)) return void(std::puts("other_numbers_of_processes: not allowed"));
+  ranks::Meeting* const at = ranks::meeting();
+  const auto take_part = [at](int rank) {
+    fsdp_tp_group* const group = ranks::join(at, rank, 2, 5, FSDP_TP_NAMED);
+    std::vector<float> data(kCount, 1.0f);
+    CHECK(all_gather(group, data) == FSDP_TP_OK && all_reduce(group, data) == FSDP_TP_OK);
+    CHECK(data[0] == 2.0f);
+    fsdp_tp_group_leave(group);
+    return true;
+  };
+  std::thread elsewhere(
+      [&] { CHECK(in_child([&] { return enter_namespace() && in_child([&] { return take_part(1); }); })); });
+  const bool here = in_child([&] { return take_part(0); });
+  elsewhere.join();
+  CHECK(here);
+}
+
 }  // namespace
 
 int main() {
@@ -267,6 +300,7 @@ int main() {
   memory_that_only_its_process_reads();
   nothing_piles_up();
   another_user_cannot_attach();
+  other_numbers_of_processes();
   CHECK(left_in_dev_shm() == before);
   return 0;
 }
