@@ -194,7 +194,7 @@ Place Group::place_of(const void* data, std::size_t bytes) const {
 
 bool Group::read(void* to, int rank, const Place& place, std::size_t offset, std::size_t bytes) {
   if (place.in_pool()) {
-    std::memcpy(to, attachments.resolve(place) + offset, bytes);
+    std::memcpy(to, attached(rank, place).get() + offset, bytes);
     return true;
   }
   for (std::size_t done = 0; done < bytes;) {
@@ -207,6 +207,16 @@ bool Group::read(void* to, int rank, const Place& place, std::size_t offset, std
     done += static_cast<std::size_t>(moved);
   }
   return true;
+}
+
+std::shared_ptr<const std::byte> Group::attached(int rank, const Place& place) {
+  try {
+    return attachments_.resolve(place);
+  } catch (const Failure&) {
+    usleep(20'000);  // a process loses its files a moment before it has ended
+    check(rank, Clock::now());
+    throw;
+  }
 }
 
 void Group::acquire(std::uint32_t step) { wait_for_all(step - 1); }
