@@ -53,6 +53,7 @@ int open_process(int process) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, process, 0));
 #else
+  errno = ENOSYS;
   return -1;
 #endif
 }
@@ -144,8 +145,11 @@ void Group::join() {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     processes_[static_cast<std::size_t>(peer)] = open_process(card(peer).process);
-    if (processes_[static_cast<std::size_t>(peer)] < 0 && errno == ESRCH) {
-      throw Failure{FSDP_TP_PEER_DIED, "join: " + who(peer) + " has ended"};
+    // Where ranks do not see each other in /proc, the number may be of another namespace.
+    if (processes_[static_cast<std::size_t>(peer)] < 0 && errno == ESRCH && segment_kind() == FSDP_TP_MEMFD) {
+      const std::string reason = "join: " + who(peer) + " has ended";
+      abort(reason);  // others may wait for this rank
+      throw Failure{FSDP_TP_PEER_DIED, reason};
     }
   }
   reads_private_ = try_reading_private();
@@ -190,7 +194,7 @@ Place Group::place_of(const void* data, std::size_t bytes) const {
 
 bool Group::read(void* to, int rank, const Place& place, std::size_t offset, std::size_t bytes) {
   if (place.in_pool()) {
-    std::memcpy(to, attachments.resolve(place) + offset, bytes);
+    std::memcpy(to, attached(rank, place).get() + offset, bytes);
     return true;
   }
   for (std::size_t done = 0; done < bytes;) {
@@ -203,6 +207,16 @@ bool Group::read(void* to, int rank, const Place& place, std::size_t offset, std
     done += static_cast<std::size_t>(moved);
   }
   return true;
+}
+
+std::shared_ptr<const std::byte> Group::attached(int rank, const Place& place) {
+  try {
+    return attachments_.resolve(place);
+  } catch (const Failure&) {
+    usleep(20'000);  // a process loses its files a moment before it has ended
+    check(rank, Clock::now());
+    throw;
+  }
 }
 
 void Group::acquire(std::uint32_t step) { wait_for_all(step - 1); }

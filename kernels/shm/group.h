@@ -87,7 +87,9 @@ class Group {
   // Copies `bytes` from `offset` bytes behind a place of `rank`, one in private memory only if reads_private().
   // Returns whether it could: no other process can read what belongs to a device, or is secret.
   bool read(void* to, int rank, const Place& place, std::size_t offset, std::size_t bytes);
-  Attachments attachments;           // pools of peers
+  // A place of `rank` in one of its pools.
+  std::shared_ptr<const std::byte> attached(int rank, const Place& place);
+
   std::shared_ptr<Mailbox> mailbox;  // sends and receives
   std::string error;                 // of the last failure of a collective
 
@@ -111,6 +113,7 @@ class Group {
   std::uint32_t all_at_ = 0;  // all ranks have published this step, as far as this one has looked
   bool shared_cores_;
   bool reads_private_ = false;
+  Attachments attachments_;  // pools of peers
   std::uint64_t token_ = 0;  // for others to read, as a trial
   const char* operation_ = "join";
   std::vector<int> processes_;  // pidfd of each rank; -1: not to be had, only the timeout finds its death

@@ -78,14 +78,14 @@ Place pool_find(const void* data, std::size_t bytes) {
   return place;
 }
 
-const std::byte* Attachments::resolve(const Place& place) {
+std::shared_ptr<const std::byte> Attachments::resolve(const Place& place) {
   std::shared_ptr<Segment>& segment = segments_[place.segment];
   if (!segment) {
     std::erase_if(segments_, [](const auto& entry) { return entry.second && !Segment::exists(entry.first); });
     segment = Segment::attach(place.segment);
     segment->prefault();
   }
-  return segment->data() + place.offset;
+  return {segment, segment->data() + place.offset};
 }
 
 }  // namespace fsdp_tp

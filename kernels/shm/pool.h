@@ -34,7 +34,8 @@ Place pool_find(const void* data, std::size_t bytes);
 // go when something new is met.
 class Attachments {
  public:
-  const std::byte* resolve(const Place& place);
+  // Stays mapped for as long as the result is held.
+  std::shared_ptr<const std::byte> resolve(const Place& place);
 
  private:
   std::map<std::string, std::shared_ptr<Segment>> segments_;

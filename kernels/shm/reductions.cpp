@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "shm/collectives.h"
@@ -146,9 +147,10 @@ void reduce_scatter(Group& group, void* out, const void* const* ins, std::size_t
     reduce(bytes_of(out) + start * out_element, sources, length, how, written);
     if (!direct) continue;
     const std::size_t done = start + length;
+    std::vector<std::shared_ptr<const std::byte>> pools;  // kept mapped while they are read
     for (int rank = 0; rank < group.size(); ++rank) {
-      const std::byte* const theirs =
-          rank == self ? bytes_of(ins[0]) : group.attachments.resolve(group.card(rank).place[step % 2]);
+      if (rank != self) pools.push_back(group.attached(rank, group.card(rank).place[step % 2]));
+      const std::byte* const theirs = rank == self ? bytes_of(ins[0]) : pools.back().get();
       sources[static_cast<std::size_t>(rank)] = theirs + (static_cast<std::size_t>(self) * count + done) * element;
     }
     reduce(bytes_of(out) + done * out_element, sources, count - done, how, written);

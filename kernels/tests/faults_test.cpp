@@ -5,10 +5,8 @@
 #include <signal.h>
 #include <sys/syscall.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -153,21 +151,6 @@ void different_calls() {
   for (const int status : statuses) CHECK(status == 0);
 }
 
-int lines_in(const char* file, const char* part) {
-  int found = 0;
-  std::ifstream stream(file);
-  for (std::string line; std::getline(stream, line);) found += line.find(part) != std::string::npos;
-  return found;
-}
-
-int open_files() {
-  int found = 0;
-  DIR* const directory = opendir("/proc/self/fd");
-  while (readdir(directory)) ++found;
-  closedir(directory);
-  return found;
-}
-
 // A peer's buffer that no other process can read is found out in the middle; slots do the work from then on.
 void memory_that_only_its_process_reads() {
 #ifdef SYS_memfd_secret
@@ -197,34 +180,6 @@ void memory_that_only_its_process_reads() {
 #endif
 }
 
-// Segments keep no file open once all have them, and a peer's pool goes when its owner has given it back.
-void nothing_piles_up() {
-  const auto statuses = ranks::run_processes(2, [](fsdp_tp_group* group, int) {
-    constexpr std::size_t kCount = 1 << 20;
-    const int files = open_files();
-    fsdp_tp_segment* segments[5];
-    for (fsdp_tp_segment*& segment : segments) CHECK(fsdp_tp_group_map(group, 4096, &segment) == FSDP_TP_OK);
-    CHECK(open_files() == files);
-    for (fsdp_tp_segment* segment : segments) fsdp_tp_segment_close(segment);
-    const int mapped = lines_in("/proc/self/maps", "memfd:fsdp_tp");
-    std::vector<float> out(kCount / 2);
-    for (int round = 0; round < 5; ++round) {
-      auto* const data = static_cast<float*>(fsdp_tp_alloc(4 * kCount));
-      std::fill(data, data + kCount, 1.0f);
-      const void* ins[] = {data, data + kCount / 2};
-      CHECK(fsdp_tp_reduce_scatter(group, out.data(), FSDP_TP_FLOAT32, ins, kCount / 2, FSDP_TP_FLOAT32, FSDP_TP_SUM,
-                                   0) == FSDP_TP_OK);
-      CHECK(out[0] == 2.0f && out[kCount / 2 - 1] == 2.0f);
-      CHECK(fsdp_tp_barrier(group) == FSDP_TP_OK);
-      fsdp_tp_free(data);
-      fsdp_tp_trim();
-      CHECK(fsdp_tp_barrier(group) == FSDP_TP_OK);
-    }
-    CHECK(lines_in("/proc/self/maps", "memfd:fsdp_tp") == mapped + 1);  // the last one's
-  });
-  for (const int status : statuses) CHECK(status == 0);
-}
-
 // Both kinds of segment, read by nobody but their owner.
 void another_user_cannot_attach() {
   if (geteuid() != 0) return;
@@ -249,6 +204,39 @@ void another_user_cannot_attach() {
   }
 }
 
+// Whether the process may make a namespace of processes; its next children are then in it.
+bool enter_namespace() { return unshare(CLONE_NEWPID) == 0; }
+
+// Runs a function in a process of its own; whether it went well.
+template <class Body>
+bool in_child(Body body) {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) _exit(body() ? 0 : 1);  // a search for leaks hangs between two namespaces
+  int status = 1;
+  waitpid(child, &status, 0);
+  return status == 0;
+}
+
+// Ranks of two namespaces of processes, where the number of one means nothing to the other.
+void other_numbers_of_processes() {
+  if (!in_child(enter_namespace)) return void(std::puts("other_numbers_of_processes: not allowed"));
+  ranks::Meeting* const at = ranks::meeting();
+  const auto take_part = [at](int rank) {
+    fsdp_tp_group* const group = ranks::join(at, rank, 2, 5, FSDP_TP_NAMED);
+    std::vector<float> data(kCount, 1.0f);
+    CHECK(all_gather(group, data) == FSDP_TP_OK && all_reduce(group, data) == FSDP_TP_OK);
+    CHECK(data[0] == 2.0f);
+    fsdp_tp_group_leave(group);
+    return true;
+  };
+  std::thread elsewhere(
+      [&] { CHECK(in_child([&] { return enter_namespace() && in_child([&] { return take_part(1); }); })); });
+  const bool here = in_child([&] { return take_part(0); });
+  elsewhere.join();
+  CHECK(here);
+}
+
 }  // namespace
 
 int main() {
@@ -265,8 +253,8 @@ int main() {
   a_rank_that_leaves_or_gives_up(true);
   different_calls();
   memory_that_only_its_process_reads();
-  nothing_piles_up();
   another_user_cannot_attach();
+  other_numbers_of_processes();
   CHECK(left_in_dev_shm() == before);
   return 0;
 }

@@ -79,7 +79,8 @@ class ShmBackend : public c10d::Backend {
   template <typename Options, typename Body>
   WorkPtr run(c10d::OpType type, const char* name, const Options& options, Tensors outputs, Body body) {
     ++sequence_;
-    // A profiler of the calling thread sees the operation also if the worker runs it.
+    // A profiler of the calling thread sees the operation also if the worker runs it. As with gloo, it must not stop
+    // before: torch's profiler frees the event, into which the operation's end is still written.
     std::optional<at::ThreadLocalState> profiled;
     if (options.asyncOp && at::hasThreadLocalCallbacks()) profiled.emplace();
     auto timed = [body = std::move(body), name, group = group_, timeout = timeout_, wanted = options.timeout,
