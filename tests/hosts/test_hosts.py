@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
-import os
 import re
 import subprocess
 import time
@@ -26,6 +25,7 @@ from tests.ranks import run
 
 pytestmark = pytest.mark.skipif(unavailable(3) is not None, reason=str(unavailable(3)))
 
+TIMEOUT = 4  # seconds, of collectives of the run that is interrupted
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 TINY = (
     "--hidden-size 32 --intermediate-size 48 --num-layers 2 --num-heads 4 --num-kv-heads 2 --sequence-length 16 "
@@ -105,17 +105,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, 
     return directory, down, sorted(found, key=lambda each: each["rank"])
 
 
-TIMEOUT = 4
-
-
 def test_when_the_link_goes_down_every_rank_raises_within_the_timeout(interrupted: Any) -> None:
     _, down, errors = interrupted
     assert [each["rank"] for each in errors] == [0, 1, 2, 3]
     for each in errors:
-        assert each["time"] - down < TIMEOUT + 5, each
+        assert each["time"] - down < TIMEOUT + 5, each  # a step until the next collective, and a busy machine
 
 
-@pytest.mark.xfail(strict=True, reason="groups that span hosts run on gloo, whose time-outs do not name the peer")
 def test_when_the_link_goes_down_errors_name_a_rank(interrupted: Any) -> None:
     _, _, errors = interrupted
     for each in errors:
@@ -139,10 +135,3 @@ def test_a_restarted_run_ends_with_the_weights_of_an_undisturbed_one(
     # Two terms have one sum in whatever order.
     assert len(states[0]) == 4 + 3 * 4
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-
-
-def test_hosts_have_one_name() -> None:
-    """So that whatever takes the hostname for the identity of a host fails in the tests above."""
-    with Namespaces(2) as hosts:
-        printed = _finish([hosts.popen(host, ["uname", "-n"], **PIPES) for host in range(2)])
-    assert printed == [os.uname().nodename + "\n"] * 2
