@@ -1,21 +1,23 @@
 """One rank of a world over hosts with different numbers of ranks: every collective against arithmetic.
 
-    RANK=0 WORLD_SIZE=4 MASTER_ADDR=... MASTER_PORT=... python -m tests.hosts.collectives
-
 Values are small integers, so that sums are exact in every dtype and in every order.
 """
 
 from __future__ import annotations
 
+import time
+import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.namespaces import enter
 from fsdp_tp.comm.backend import NAME, backend_of, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -69,15 +71,25 @@ def broadcast(size: int, dtype: torch.dtype, ranks: list[int], group: Any) -> li
 OPERATIONS: tuple[Callable[..., list[Case]], ...] = (all_gather, reduce_scatter, all_reduce, broadcast)
 
 
-def main() -> None:
+def check(rank: int, host: str, address: str, result: Connection) -> None:
+    """Be rank ``rank`` of 4, in the namespace ``host``; sends how many results were checked, or a traceback."""
+    enter(host)
+    try:
+        result.send(_check(rank, dist.TCPStore(address, 29500, 4, is_master=rank == 0)))
+    except BaseException:
+        result.send(traceback.format_exc())
+    time.sleep(60)  # whoever ends first must not be what the others report
+
+
+def _check(rank: int, store: dist.Store) -> int:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names of older torch
     register()
-    dist.init_process_group(NAME, timeout=timedelta(seconds=60))
+    dist.init_process_group(NAME, store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
     checked = 0
     for ranks in GROUPS:
         group = dist.new_group(ranks)
-        if dist.get_rank() not in ranks:
+        if rank not in ranks:
             continue
         if ranks == [0, 1]:
             assert backend_of(group) == NAME
@@ -89,10 +101,4 @@ def main() -> None:
                     work.wait()
                     assert torch.equal(result, expected), (operation.__name__, size, result.dtype, ranks)
                     checked += 1
-    dist.barrier()
-    dist.destroy_process_group()
-    print(f"checked {checked}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return checked

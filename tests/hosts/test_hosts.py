@@ -4,10 +4,9 @@ kernels/torch/; if they cannot be built, in bench/namespaces.py."""
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing as mp
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.ranks import run
 
 pytestmark = pytest.mark.skipif(unavailable(3) is not None, reason=str(unavailable(3)))
 
+TIMEOUT = 4  # seconds, of collectives of the run that is interrupted
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 TINY = (
     "--hidden-size 32 --intermediate-size 48 --num-layers 2 --num-heads 4 --num-kv-heads 2 --sequence-length 16 "
@@ -69,18 +69,19 @@ def test_the_trainer_on_two_hosts_gives_the_curve_of_one_process(tmp_path: Path)
 
 
 def test_collectives_over_three_hosts_with_two_one_and_one_ranks() -> None:
-    host_of_rank = [0, 0, 1, 2]
+    context, connections = mp.get_context("forkserver"), []
     with Namespaces(3) as hosts:
-        world = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
-        printed = _finish([
-            hosts.popen(host, [sys.executable, "-m", "tests.hosts.collectives"],
-                        {**world, "RANK": str(rank), "LOCAL_RANK": str(rank if host == 0 else 0)}, **PIPES)
-            for rank, host in enumerate(host_of_rank)
-        ])  # fmt: skip
-    for rank, text in enumerate(printed):
+        for rank, host in enumerate([0, 0, 1, 2]):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (rank, hosts.path(host), hosts.address(0), theirs)
+            context.Process(target=collectives.check, args=job, daemon=True).start()
+            theirs.close()
+            connections.append(ours)
+        found = [connection.recv() if connection.poll(120) else "nothing" for connection in connections]
+    for rank, checked in enumerate(found):
         # An all-gather, a reduce-scatter, two all-reduces and a broadcast from every rank.
         cases = sum(4 + len(ranks) for ranks in collectives.GROUPS if rank in ranks)
-        assert f"checked {cases * len(collectives.DTYPES) * len(collectives.SIZES)}" in text
+        assert checked == cases * len(collectives.DTYPES) * len(collectives.SIZES), checked
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +105,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, 
     return directory, down, sorted(found, key=lambda each: each["rank"])
 
 
-TIMEOUT = 4
-
-
 def test_when_the_link_goes_down_every_rank_raises_within_the_timeout(interrupted: Any) -> None:
     _, down, errors = interrupted
     assert [each["rank"] for each in errors] == [0, 1, 2, 3]
     for each in errors:
-        assert each["time"] - down < TIMEOUT + 5, each
+        assert each["time"] - down < TIMEOUT + 5, each  # a step until the next collective, and a busy machine
 
 
-@pytest.mark.xfail(strict=True, reason="groups that span hosts run on gloo, whose time-outs do not name the peer")
 def test_when_the_link_goes_down_errors_name_a_rank(interrupted: Any) -> None:
     _, _, errors = interrupted
     for each in errors:
@@ -138,10 +135,3 @@ def test_a_restarted_run_ends_with_the_weights_of_an_undisturbed_one(
     # Two terms have one sum in whatever order.
     assert len(states[0]) == 4 + 3 * 4
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-
-
-def test_hosts_have_one_name() -> None:
-    """So that whatever takes the hostname for the identity of a host fails in the tests above."""
-    with Namespaces(2) as hosts:
-        printed = _finish([hosts.popen(host, ["uname", "-n"], **PIPES) for host in range(2)])
-    assert printed == [os.uname().nodename + "\n"] * 2
