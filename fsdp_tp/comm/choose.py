@@ -15,11 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from fsdp_tp.comm.fp32_accumulate import FP32AccumulateReduceScatter
 from fsdp_tp.comm.shared import SharedAllGather, SharedReduceScatter
 from fsdp_tp.comm.shared_memory import NotShared, SharedGroup
+from fsdp_tp.comm.symmetric import use_for_fsdp
 from fsdp_tp.comm.zero_copy import ZeroCopyAllGather
 
 logger = logging.getLogger("fsdp_tp")
 
-COMM = ("auto", "torch", "shared", "zero_copy", "fp32_accumulate")
+COMM = ("auto", "torch", "shared", "zero_copy", "fp32_accumulate", "symmetric")
 
 
 def check_comm(comm: str) -> None:
@@ -41,13 +42,18 @@ def use_comm(modules: Iterable[nn.Module], comm: str) -> None:
 
 
 def _use(module: Any, param_groups: list[Any], comm: str) -> None:
-    param_group = param_groups[0]
+    param_group, asked, also = param_groups[0], comm, ""
+    if comm == "symmetric":
+        if (obstacle := use_for_fsdp(module, param_groups)) is None:
+            _say(comm, comm, "torch gathers and reduces in the symmetric memory of NCCL")
+            return
+        comm, also = "auto", f"{obstacle}; "
     try:
         for each in param_groups:
             _require_shareable(each, len(param_groups))
         group = SharedGroup.join(param_group.mesh_info.shard_process_group)
     except NotShared as reason:
-        _say(comm, "torch", str(reason))
+        _say(asked, "torch", f"{also}{reason}")
         return
     why = f"the {group.size} ranks of the shard group share the memory of one host"
     chosen = "zero_copy" if comm == "auto" else comm
@@ -58,7 +64,7 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
             obstacle = "the parameters are on the meta device (fsdp_tp.wrap gives them memory in time)"
         if obstacle is not None:
             chosen, why = "shared", obstacle
-    _say(comm, chosen, why)
+    _say(asked, chosen, also + why)
     if chosen == "zero_copy":
         all_gather = ZeroCopyAllGather(group, param_group)
         all_gather.adopt()

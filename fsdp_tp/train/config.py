@@ -91,8 +91,9 @@ class TrainConfig:
     """Recompute blocks in backward instead of keeping their activations."""
     compile: bool = False
     """torch.compile each block."""
-    comm: Literal["auto", "torch", "shared", "zero_copy", "fp32_accumulate"] = "auto"
-    """How FSDP communicates: by torch's own collectives, through shared memory, or by the fastest that applies."""
+    comm: Literal["auto", "torch", "shared", "zero_copy", "fp32_accumulate", "symmetric"] = "auto"
+    """How FSDP communicates: by torch's own collectives, through shared memory, in the symmetric memory of GPUs, or by
+    the fastest that applies."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the computation; master weights, gradient sums and the optimizer stay fp32."""
     output: Path = Path("runs/default")

@@ -13,6 +13,11 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12)
   add_custom_target(fsdp_tp_cuda)
   return()
 endif()
+foreach(kind STANDARD EXTENSION)  # before CMake 3.26 these are not set
+  if(NOT CMAKE_CUDA20_${kind}_COMPILE_OPTION)
+    set(CMAKE_CUDA20_${kind}_COMPILE_OPTION -std=c++20)
+  endif()
+endforeach()
 message(STATUS "fsdp_tp_cuda: built with CUDA ${CMAKE_CUDA_COMPILER_VERSION}")
 
 add_library(fsdp_tp_cuda SHARED kernels/cuda/fsdp_tp_cuda.cu)
