@@ -11,8 +11,8 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# Why there are no kernels, for fsdp_tp.comm.backend to say at run time.
-REASON = "unavailable.txt"
+# Why there are no kernels, for fsdp_tp.comm.backend and .symmetric to say at run time.
+REASON, REASON_CUDA = "unavailable.txt", "unavailable_cuda.txt"
 
 
 class CMakeBuild(build_ext):
@@ -20,7 +20,7 @@ class CMakeBuild(build_ext):
 
     Both are optional: without a compiler, or torch for the backend, the package installs all the same and communicates
     over gloo.
-    FSDP_TP_REQUIRE_KERNELS=1 makes that an error.
+    FSDP_TP_REQUIRE_KERNELS=1 makes that an error. Kernels for GPUs need nvcc; a machine without it goes without them.
     """
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -29,6 +29,8 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         out = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         target = ext.name.split(".")[-1]
+        is_cuda = target == "libfsdp_tp_cuda"
+        recorded = out / (REASON_CUDA if is_cuda else REASON)
         (out / f"{target}.so").unlink(missing_ok=True)
         try:
             options = torch_options() if target == "fsdp_tp_torch" else []
@@ -39,9 +41,11 @@ class CMakeBuild(build_ext):
             if os.environ.get("FSDP_TP_REQUIRE_KERNELS") == "1":
                 raise
             out.mkdir(parents=True, exist_ok=True)
-            (out / REASON).write_text(reason + "\n")
-            raise CompileError(f"{reason}; fsdp_tp will communicate over gloo") from error
-        (out / REASON).unlink(missing_ok=True)
+            recorded.write_text(reason + "\n")
+            raise CompileError(reason + ("" if is_cuda else "; fsdp_tp will communicate over gloo")) from error
+        recorded.unlink(missing_ok=True)
+        if is_cuda and not (out / f"{target}.so").exists():
+            recorded.write_text("no CUDA compiler (nvcc) was found when fsdp_tp was built\n")
 
     def _run_cmake(self, *arguments: str, output: Path) -> None:
         # cmake and ninja come from pip, perhaps into an environment that is not activated.
@@ -56,11 +60,12 @@ class CMakeBuild(build_ext):
         source = Path("fsdp_tp/_lib")
         source.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
-        reason = Path(self.build_lib) / source / REASON
-        if reason.exists():
-            shutil.copy(reason, source)
-        else:
-            (source / REASON).unlink(missing_ok=True)
+        for name in (REASON, REASON_CUDA):
+            reason = Path(self.build_lib) / source / name
+            if reason.exists():
+                shutil.copy(reason, source)
+            else:
+                (source / name).unlink(missing_ok=True)
 
 
 def torch_options() -> list[str]:
@@ -99,7 +104,7 @@ setup(
     # The sources are listed for the sdist and never compiled one by one.
     ext_modules=[
         Extension(f"fsdp_tp._lib.{name}", ["CMakeLists.txt", *sorted(glob("kernels/*/*.*"))], optional=True)
-        for name in ("libfsdp_tp_shm", "fsdp_tp_torch")
+        for name in ("libfsdp_tp_shm", "fsdp_tp_torch", "libfsdp_tp_cuda")
     ],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "safetensors", "tyro"],

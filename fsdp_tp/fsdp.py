@@ -54,7 +54,8 @@ def fully_shard(
             Between the processes of one host, on CPUs: ``"shared"``, with buffers that all see;
             ``"zero_copy"``, with parameters of which a shard group has one copy in memory, not one a
             rank; ``"fp32_accumulate"``, as ``"shared"`` with gradients that travel in 16 bits and are
-            summed in fp32. ``"auto"``: the first that applies of ``"zero_copy"``, ``"shared"``,
+            summed in fp32. On GPUs: ``"symmetric"``, by torch and NCCL in symmetric memory (elsewhere as
+            ``"auto"``). ``"auto"``: the first that applies of ``"zero_copy"``, ``"shared"``,
             ``"torch"``. What does not apply becomes what does, and the log says why. With
             ``"zero_copy"``, ranks must call ``optimizer.step()`` together.
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fsdp_tp.comm.choose import check_comm, use_comm
 from fsdp_tp.fsdp import fsdp_mesh, reduce_by_sums, reducing_in_fp32
 from fsdp_tp.initialize import initialize, materialize
+from fsdp_tp.layers import fused
 from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.methods import support_generate
@@ -81,6 +82,8 @@ def wrap(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("wrap() calls fully_shard itself: remove the script's own fully_shard calls")
     parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, verify=verify)
+    if comm == "symmetric" and sequence_parallel and mesh.tensor_size > 1:
+        fused.enable(mesh.tensor.get_group(), mesh.device)
     support_generate(model, mesh)
     blocks = list(find_blocks(model).values())
     length = getattr(model, "_sequence_length", None)

@@ -17,12 +17,13 @@ from fsdp_tp.comm.backend import unavailable
 from fsdp_tp.comm.fp32_accumulate import FP32AccumulateReduceScatter
 from fsdp_tp.comm.shared import SharedAllGather, SharedReduceScatter
 from fsdp_tp.comm.shared_memory import NotShared, SharedGroup
-from fsdp_tp.comm.wires import DTYPES, WIRES, Wire, group_with_wire, spans_hosts
+from fsdp_tp.comm.symmetric import use_for_fsdp
+from fsdp_tp.comm.wires import ON_LINK, WIRES, use_wire
 from fsdp_tp.comm.zero_copy import ZeroCopyAllGather
 
 logger = logging.getLogger("fsdp_tp")
 
-COMM = ("auto", "torch", "shared", "zero_copy", *WIRES, *(f"{wire}:hosts" for wire in WIRES))
+COMM = ("auto", "torch", "shared", "zero_copy", "symmetric", *WIRES, *(f"{wire}:hosts" for wire in WIRES))
 
 
 def check_comm(comm: str) -> None:
@@ -55,21 +56,25 @@ def use_comm(modules: Iterable[nn.Module], comm: str) -> None:
 
 
 def _use(module: Any, param_groups: list[Any], comm: str) -> None:
-    param_group = param_groups[0]
-    asked = comm
+    param_group, asked, also = param_groups[0], comm, ""
+    if comm == "symmetric":
+        if (obstacle := use_for_fsdp(module, param_groups)) is None:
+            _say(comm, comm, "torch gathers and reduces in the symmetric memory of NCCL")
+            return
+        comm, also = "auto", f"{obstacle}; "
     wire, _, only_between_hosts = comm.partition(":")
     if wire in WIRES and (reason := unavailable()):
         _say(asked, "torch", reason)
         return
     if wire in WIRES:
-        wired = _use_wire(param_groups, wire, bool(only_between_hosts))
+        wired = use_wire(param_groups, wire, bool(only_between_hosts))
         if "shard" in wired:
-            _say(asked, asked, f"the {' and the '.join(wired)} group of this rank {_ON_LINK[wire]}")
+            _say(asked, asked, f"the {' and the '.join(wired)} group of this rank {ON_LINK[wire]}")
             return
         if only_between_hosts or wire == "int8":
             comm = "auto"
             if wired:
-                _say(asked, asked, f"the replicate group of this rank {_ON_LINK[wire]}; its shard group is on one host")
+                _say(asked, asked, f"the replicate group of this rank {ON_LINK[wire]}; its shard group is on one host")
             else:
                 _say(asked, "auto", "no group of this rank spans hosts")
     try:
@@ -77,7 +82,7 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
             _require_shareable(each, len(param_groups))
         group = SharedGroup.join(param_group.mesh_info.shard_process_group)
     except NotShared as reason:
-        _say(comm, "torch", str(reason))
+        _say(asked, "torch", f"{also}{reason}")
         return
     why = f"the {group.size} ranks of the shard group share the memory of one host"
     chosen = "zero_copy" if comm == "auto" else comm
@@ -88,7 +93,7 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
             obstacle = "the parameters are on the meta device (fsdp_tp.wrap gives them memory in time)"
         if obstacle is not None:
             chosen, why = "shared", obstacle
-    _say(comm, chosen, why)
+    _say(comm if wire in WIRES else asked, chosen, also + why)
     if chosen == "zero_copy":
         all_gather = ZeroCopyAllGather(group, param_group)
         all_gather.adopt()
@@ -100,43 +105,6 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
         module.set_custom_reduce_scatter(FP32AccumulateReduceScatter(group, param_group.mp_policy.param_dtype))
     else:
         module.set_custom_reduce_scatter(SharedReduceScatter(group))
-
-
-_ON_LINK = {
-    "fp32_accumulate": "sums bf16 values in fp32",
-    "int8": "quantises what it sends to int8",
-}
-
-
-def _use_wire(param_groups: list[Any], wire: str, only_between_hosts: bool) -> list[str]:
-    """Replaces the groups over which a module communicates, where their ranks are on several hosts, by groups with a
-    wire, and returns which: "shard" for gathers and reduce-scatters, "replicate" for all-reduces."""
-    # Within a host fp32_accumulate has strategies of its own, that use its memory.
-    everywhere = wire == "int8" and not only_between_hosts
-    used = []
-    for param_group in param_groups:
-        info = param_group.mesh_info
-        for kind in ("shard", "replicate"):
-            group = getattr(info, f"{kind}_process_group", None)
-            if group is None or group.size() == 1 or not (everywhere or spans_hosts(group)):
-                continue
-            if wire == "int8":
-                _require_quantisable(param_group)
-            setattr(info, f"{kind}_process_group", group_with_wire(group, Wire(wire, everywhere)))
-            used += [kind] if kind not in used else []
-    return used
-
-
-def _require_quantisable(param_group: Any) -> None:
-    policy = param_group.mp_policy
-    gathered = {policy.param_dtype or param.sharded_param.dtype for param in param_group.fsdp_params}
-    reduced = {policy.reduce_dtype} if policy.reduce_dtype else gathered
-    for dtypes, what in ((gathered, "parameters are gathered"), (reduced, "gradients are reduced")):
-        if not dtypes <= set(DTYPES) or len(dtypes) > 1:
-            names = ", ".join(sorted(str(each) for each in dtypes))
-            raise ValueError(
-                f"comm='int8' quantises {', '.join(map(str, DTYPES))}, one of them a module, but {what} as {names}"
-            )
 
 
 def _require_shareable(param_group: Any, number: int) -> None:

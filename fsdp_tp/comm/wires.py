@@ -29,6 +29,10 @@ from fsdp_tp.comm.shared_memory import timeout_of
 _CODES = {"fp32_accumulate": 1, "int8": 2}  # enum fsdp_tp_wire
 WIRES = tuple(_CODES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ON_LINK = {
+    "fp32_accumulate": "sums bf16 values in fp32",
+    "int8": "quantises what it sends to int8",
+}
 
 
 def spans_hosts(group: dist.ProcessGroup) -> bool:
@@ -77,3 +81,34 @@ def group_with_wire(group: dist.ProcessGroup, wire: Wire) -> dist.ProcessGroup:
         )
         _groups[key] = known
     return known
+
+
+def use_wire(param_groups: list[Any], wire: str, only_between_hosts: bool) -> list[str]:
+    """Replaces the groups over which a module communicates, where their ranks are on several hosts, by groups with a
+    wire, and returns which: "shard" for gathers and reduce-scatters, "replicate" for all-reduces."""
+    # Within a host fp32_accumulate has strategies of its own, that use its memory.
+    everywhere = wire == "int8" and not only_between_hosts
+    used = []
+    for param_group in param_groups:
+        info = param_group.mesh_info
+        for kind in ("shard", "replicate"):
+            group = getattr(info, f"{kind}_process_group", None)
+            if group is None or group.size() == 1 or not (everywhere or spans_hosts(group)):
+                continue
+            if wire == "int8":
+                _require_quantisable(param_group)
+            setattr(info, f"{kind}_process_group", group_with_wire(group, Wire(wire, everywhere)))
+            used += [kind] if kind not in used else []
+    return used
+
+
+def _require_quantisable(param_group: Any) -> None:
+    policy = param_group.mp_policy
+    gathered = {policy.param_dtype or param.sharded_param.dtype for param in param_group.fsdp_params}
+    reduced = {policy.reduce_dtype} if policy.reduce_dtype else gathered
+    for dtypes, what in ((gathered, "parameters are gathered"), (reduced, "gradients are reduced")):
+        if not dtypes <= set(DTYPES) or len(dtypes) > 1:
+            names = ", ".join(sorted(str(each) for each in dtypes))
+            raise ValueError(
+                f"comm='int8' quantises {', '.join(map(str, DTYPES))}, one of them a module, but {what} as {names}"
+            )

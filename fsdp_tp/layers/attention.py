@@ -14,11 +14,12 @@ from torch.distributed.tensor import Replicate
 from fsdp_tp import regions
 from fsdp_tp.layers.bound import BoundParameter, bind_locals
 from fsdp_tp.layers.dropout import Dropout
+from fsdp_tp.layers.fused import enter_products
 from fsdp_tp.layers.heads import HeadLayout
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.parameter import place_parameter, tensor_axis
 from fsdp_tp.layers.rotary import rotary_angles, rotate
-from fsdp_tp.layers.sequence import SequenceLength, enter_tensor_axis
+from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 
@@ -144,18 +145,19 @@ class ParallelAttention(nn.Module):
         Raises:
             ValueError: a mask whose dim -3 is neither 1 nor ``num_heads``.
         """
-        x = enter_tensor_axis(
-            x, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
+        projected = enter_products(
+            x,
+            (self.q_proj, self.k_proj, self.v_proj),
+            self.tensor_group,
+            sequence_parallel=self.sequence_parallel,
+            length=self.sequence_length,
         )
-        q, k, v = (
-            rearrange(projection(x), "... s (heads d) -> ... heads s d", d=self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (rearrange(each, "... s (heads d) -> ... heads s d", d=self.head_dim) for each in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_base is not None:
             if positions is None:
-                positions = torch.arange(x.shape[-2], device=x.device)
+                positions = torch.arange(q.shape[-2], device=x.device)
             angles = rotary_angles(positions, self.head_dim, self.rotary_base, x.dtype).unsqueeze(-3)
             q, k = rotate(q, angles), rotate(k, angles)
         y = self._attend(q, k, v, self._own_mask(attention_mask, q.shape[-2], x.device))

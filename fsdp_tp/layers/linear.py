@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from fsdp_tp import regions
+from fsdp_tp.layers import fused
 from fsdp_tp.layers.bound import local_with_summed_gradient
 from fsdp_tp.layers.canonical import place_split
 from fsdp_tp.layers.parameter import place_parameter, shell_of, tensor_axis, to_local
@@ -130,16 +131,26 @@ class ColumnParallelLinear(nn.Linear):
         self.shared_input = shared_input
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.shared_input:
-            input = enter_tensor_axis(
-                input, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
-            )
-        weight = self.split.local(to_local(self.weight), self.out_dim, self.tensor_group)
-        bias = None if self.bias is None else self.split.local(to_local(self.bias), 0, self.tensor_group)
-        output = self._product(input, weight, bias)
+        outputs = None
+        if self.sequence_parallel and not self.shared_input:
+            outputs = fused.gathered_products(input, [self], self.tensor_group, self.sequence_length)
+        if outputs is not None:
+            [output] = outputs
+        else:
+            if not self.shared_input:
+                input = enter_tensor_axis(
+                    input, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
+                )
+            output = self._product(input, *self.local_operands())
         if self.gather_output:
             output = regions.gather_from_tensor_axis(output, -1, self.tensor_group, self.out_features)
         return output
+
+    def local_operands(self) -> tuple[Tensor, Tensor | None]:
+        """W_r and b_r."""
+        weight = self.split.local(to_local(self.weight), self.out_dim, self.tensor_group)
+        bias = None if self.bias is None else self.split.local(to_local(self.bias), 0, self.tensor_group)
+        return weight, bias
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -232,11 +243,16 @@ class RowParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
             input = regions.split_to_tensor_axis(input, -1, self.tensor_group)
-        output = self._product(input, self.split.local(to_local(self.weight), self.in_dim, self.tensor_group))
+        weight = self.split.local(to_local(self.weight), self.in_dim, self.tensor_group)
+        output = None
         if self.sequence_parallel:
-            output = regions.reduce_scatter_sequence(output, SEQUENCE_DIM, self.tensor_group)
-        else:
-            output = regions.reduce_from_tensor_axis(output, self.tensor_group)
+            output = fused.scattered_product(input, weight.t() if self.in_dim == 1 else weight, self.tensor_group)
+        if output is None:
+            output = self._product(input, weight)
+            if self.sequence_parallel:
+                output = regions.reduce_scatter_sequence(output, SEQUENCE_DIM, self.tensor_group)
+            else:
+                output = regions.reduce_from_tensor_axis(output, self.tensor_group)
         if self.bias is None:
             return output
         if self.sequence_parallel:

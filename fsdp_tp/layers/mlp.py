@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_tp.layers.dropout import Dropout
+from fsdp_tp.layers.fused import enter_products
 from fsdp_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fsdp_tp.layers.parameter import tensor_axis
-from fsdp_tp.layers.sequence import SequenceLength, enter_tensor_axis
+from fsdp_tp.layers.sequence import SequenceLength
 from fsdp_tp.layers.split import Split
 from fsdp_tp.mesh import ParallelMesh
 
@@ -100,12 +101,12 @@ class ParallelMLP(nn.Module):
         self.dropout = Dropout(dropout, mesh=mesh, split=Split.even(intermediate_size, axis.size()))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = enter_tensor_axis(
-            x, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
+        layers = [self.up_proj] if self.gate_proj is None else [self.up_proj, self.gate_proj]
+        up, *gate = enter_products(
+            x, layers, self.tensor_group, sequence_parallel=self.sequence_parallel, length=self.sequence_length
         )
         function = ACTIVATIONS[self.activation]
-        up = self.up_proj(x)
-        hidden = function(up) if self.gate_proj is None else function(self.gate_proj(x)) * up
+        hidden = function(gate[0]) * up if gate else function(up)
         return self.down_proj(self.dropout(hidden))
 
     def extra_repr(self) -> str:

@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
 #include <functional>
@@ -79,15 +78,7 @@ class ShmBackend : public c10d::Backend {
   template <typename Options, typename Body>
   WorkPtr run(c10d::OpType type, const char* name, const Options& options, Tensors outputs, Body body) {
     ++sequence_;
-    // A profiler of the calling thread sees the operation also if the worker runs it. As with gloo, it must not stop
-    // before: torch's profiler frees the event, into which the operation's end is still written.
-    std::optional<at::ThreadLocalState> profiled;
-    if (options.asyncOp && at::hasThreadLocalCallbacks()) profiled.emplace();
-    auto timed = [body = std::move(body), name, group = group_, timeout = timeout_, wanted = options.timeout,
-                  profiled = std::move(profiled)]() mutable {
-      std::optional<at::ThreadLocalStateGuard> as_caller;
-      if (profiled) as_caller.emplace(*profiled);
-      RECORD_FUNCTION(name, std::vector<c10::IValue>());
+    auto timed = [body = std::move(body), group = group_, timeout = timeout_, wanted = options.timeout]() mutable {
       if (wanted <= Milliseconds::zero() || wanted == timeout) return body();
       group->set_timeout(wanted);
       try {
@@ -99,11 +90,12 @@ class ShmBackend : public c10d::Backend {
       group->set_timeout(timeout);
     };
     if (!options.asyncOp) {
+      RECORD_FUNCTION(name, std::vector<c10::IValue>());
       queue_->run(timed);
       return c10::make_intrusive<CompletedWork>(getRank(), type, std::move(outputs));
     }
     auto work = c10::make_intrusive<QueuedWork>(getRank(), type, std::move(outputs),
-                                                std::function<void()>(std::move(timed)), queue_);
+                                                std::function<void()>(std::move(timed)), queue_, name);
     queue_->push(work);
     return work;
   }

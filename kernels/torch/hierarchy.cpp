@@ -153,7 +153,7 @@ void Hierarchy::gather(Link& link, const std::vector<void*>& outs, const void* i
     Bytes encoded;
     std::vector<Link::Transfer> chunks;
   };
-  std::vector<Incoming> incoming;  // what this rank carries, by host and round
+  std::vector<Incoming> incoming;                                 // what this rank carries, by host and round
   static_assert(std::is_nothrow_move_constructible_v<Incoming>);  // or `encoded` would be copied away from its receives
   for (int host = 0; host < static_cast<int>(hosts_.size()); ++host) {
     if (host == host_) continue;

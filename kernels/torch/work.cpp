@@ -1,6 +1,7 @@
 #include "torch/work.h"
 
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 
 #include "torch/queue.h"
 
@@ -49,13 +50,15 @@ CompletedWork::CompletedWork(int rank, c10d::OpType type, std::vector<at::Tensor
 }
 
 QueuedWork::QueuedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::function<void()> body,
-                       std::shared_ptr<Queue> queue)
+                       std::shared_ptr<Queue> queue, const char* name)
     : Work(rank, type, std::move(outputs)),
       body_(std::move(body)),
       queue_(std::move(queue)),
+      name_(name),
       queued_(std::chrono::steady_clock::now()) {}
 
 bool QueuedWork::wait(std::chrono::milliseconds timeout) {
+  RECORD_FUNCTION(name_, std::vector<c10::IValue>());
   // With a timeout of its own the caller must not get stuck inside an operation.
   if (timeout == kNoTimeout) queue_->run_until(*this);
   if (!wait_for_completion(timeout)) {

@@ -47,8 +47,9 @@ class Queue;
 // An operation that waits in a Queue for its turn.
 class QueuedWork : public Work {
  public:
+  // A profiler sees the waiting for it as `name`: not the operation, which may run in the worker and outlive a profile.
   QueuedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::function<void()> body,
-             std::shared_ptr<Queue> queue);
+             std::shared_ptr<Queue> queue, const char* name);
   // Exact: an operation that another thread has run is complete in a moment.
   bool isCompleted() override { return executed_.load(std::memory_order_acquire) && wait_for_completion(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override;
@@ -57,6 +58,7 @@ class QueuedWork : public Work {
   friend class Queue;
   std::function<void()> body_;
   std::shared_ptr<Queue> queue_;
+  const char* const name_;
   const std::chrono::steady_clock::time_point queued_;
   std::atomic<bool> executed_{false};  // set under the queue's running_
 };
