@@ -92,6 +92,9 @@ struct Hierarchy::Coding {
 
 namespace {
 
+// Inside a host: somebody there who misses a rank of another host shall be the first to say so.
+std::chrono::milliseconds patience(std::chrono::milliseconds timeout) { return timeout + timeout / 4; }
+
 int host_of(const std::vector<std::vector<int>>& hosts, int rank) {
   const auto has = [rank](const auto& ranks) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
   return static_cast<int>(std::find_if(hosts.begin(), hosts.end(), has) - hosts.begin());
@@ -108,12 +111,14 @@ Hierarchy::Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hos
     : Group(nullptr, rank, size, timeout),
       hosts_(std::move(hosts)),
       host_(host_of(hosts_, rank)),
-      local_(segment, place_in(hosts_[host_], rank), ranks_of(host_), timeout),
+      local_(segment, place_in(hosts_[host_], rank), ranks_of(host_), patience(timeout)),
       gloo_(std::move(gloo)),
       wire_(wire),
       timeout_(timeout),
       nowhere_(kChunk) {
-  local_.whose_ranks = c10::str(" (rank r of this host is rank ", hosts_[host_], "[r] of the group)");
+  std::string ranks;
+  for (const int each : hosts_[host_]) ranks += (ranks.empty() ? "" : ", ") + std::to_string(each);
+  local_.whose_ranks = " (rank r of this host is rank [" + ranks + "][r] of the group)";
 }
 
 template <typename Body>
@@ -414,7 +419,7 @@ void Hierarchy::compare_calls(Link& link, const std::string& call) {
 
 void Hierarchy::set_timeout(std::chrono::milliseconds timeout) {
   timeout_ = timeout;
-  local_.set_timeout(timeout);
+  local_.set_timeout(patience(timeout));
 }
 
 void Hierarchy::abort(const std::string& reason) { local_.abort(reason); }

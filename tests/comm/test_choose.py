@@ -33,8 +33,10 @@ def _said(shard):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    said = "".join(line for line in stream.getvalue().splitlines(keepends=True) if " comm=" in line)
-    return said, type(module._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
+    said = ["".join(line for line in stream.getvalue().splitlines(keepends=True) if " comm=" in line)]
+    assert dist.get_rank() == 0 or said == [""]
+    dist.broadcast_object_list(said)
+    return said[0], type(module._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
 
 
 def _net(rows=4):
@@ -123,7 +125,7 @@ def test_a_rank_without_the_library_is_enough_to_use_torchs_collectives():
 
 
 def test_an_unknown_strategy_is_an_error_that_lists_the_known():
-    with pytest.raises(ValueError, match="comm='x' must be one of 'auto', 'torch', 'shared', 'zero_copy', 'fp32_acc"):
+    with pytest.raises(ValueError, match="comm='x' must be one of 'auto', 'torch', 'shared', 'zero_copy', 'symmetric', 'fp32_acc"):
         fsdp_tp.fully_shard(_net(), comm="x")
 
 
