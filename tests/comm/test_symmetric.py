@@ -7,7 +7,6 @@ No GPU is needed: torch's fused operators are replaced by what they are equal to
 import json
 import logging
 import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 import fsdp_tp
+from bench import cuda_check
 from fsdp_tp.comm import choose, symmetric
 from fsdp_tp.layers import ColumnParallelLinear, RowParallelLinear, fused
 from tests.ranks import run
@@ -93,7 +93,7 @@ def _layers():
             _compare(RowParallelLinear(24, 10, bias, **options), whole, [SCATTER, GATHER])
         for gated in (False, True):
             mlp = fsdp_tp.ParallelMLP(24, 30, gated=gated, bias=gated, **options)
-            _compare(mlp, x, [GATHER, SCATTER] * 2, compiled=gated and rows == 3)
+            _compare(mlp, x, [GATHER, SCATTER] * 2, compiled=gated and (rows, world) == (3, 2))
         attention = fsdp_tp.ParallelAttention(24, 6, num_kv_heads=2, qk_norm=True, rotary_base=100.0, **options)
         _compare(attention, x, [GATHER, SCATTER] * 2)
     # What needs no gradient is not computed.
@@ -336,16 +336,27 @@ def test_a_buffer_takes_its_pointers_from_torch(emulation):
 
 
 def test_the_check_of_the_kernels_finds_nothing_wrong_with_the_emulation(emulation, tmp_path):
-    command = [sys.executable, "-m", "bench.cuda_check", "--emulation", str(emulation), "--json", str(tmp_path / "x")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert cuda_check.main(["--emulation", str(emulation), "--json", str(tmp_path / "x")]) == 0
     rows = json.loads((tmp_path / "x").read_text())["checks"]
     assert {row["op"] for row in rows} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert {row["world"] for row in rows} == {2, 4, 8}
     assert all(row["cases"] > 0 and row["wrong"] == 0 for row in rows)
 
 
+def test_the_check_of_the_kernels_finds_a_wrong_result(emulation, monkeypatch):
+    right = symmetric.PeerMemory.reduce_scatter
+
+    def wrong(peers, out, **options):
+        right(peers, out, **options)
+        if peers.rank == 1 and out.numel() > 8:
+            out[8] += 2e-6 * out[8].abs() + 1e-6  # a few last places of fp32, at one element of one rank
+
+    monkeypatch.setattr(symmetric.PeerMemory, "reduce_scatter", wrong)
+    found = list(cuda_check.checks(symmetric.Kernels(emulation), torch.device("cpu"), (2,), (1, 9)))
+    assert all(check.wrong == (check.op == "reduce_scatter" and check.out_dtype == "float32") for check in found)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_check_of_the_kernels_ends_well_without_a_gpu():
-    done = subprocess.run([sys.executable, "-m", "bench.cuda_check"], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, "no GPU\n")
+def test_the_check_of_the_kernels_ends_well_without_a_gpu(capsys):
+    assert cuda_check.main([]) == 0
+    assert capsys.readouterr().out == "no GPU\n"
