@@ -164,4 +164,5 @@ def _of_matrix(x: Tensor, grad: Tensor) -> Tensor:
 
 @functools.cache
 def _log_once(level: int, message: str) -> None:
-    logger.log(level, message)
+    if dist.get_rank() == 0:
+        logger.log(level, message)

@@ -142,7 +142,7 @@ def _not_fused():
         _compare(mlp, x, [SCATTER, GATHER])  # of the row layer
         assert len(seen) == 2
     prefix = "INFO some tensor-parallel products do not overlap with their collectives: "
-    assert said == [
+    assert dist.get_rank() > 0 or said == [
         prefix + "a sequence of 3 does not divide by 2",
         prefix + "autocast, or weights of another dtype than their input",
     ]
@@ -183,7 +183,7 @@ def _tensor_group_on_cpu():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with _log() as said:
         fsdp_tp.wrap(model, mesh, plan={"0": "column", "2": "row"}, comm="symmetric", sequence_parallel=True)
-    assert [line for line in said if "overlap" in line] == [
+    assert dist.get_rank() > 0 or [line for line in said if "overlap" in line] == [
         "WARNING tensor-parallel products do not overlap with their collectives: symmetric memory is that of GPUs, and "
         "the model is on cpu"
     ]
