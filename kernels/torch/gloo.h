@@ -13,6 +13,8 @@ class Gloo {
 
   // Made on the first call, for which all ranks must come.
   c10::intrusive_ptr<c10d::Backend> get();
+  // After an error: closes the connections, so that peers do not wait. get() throws from then on.
+  void give_up();
   void set_timeout(std::chrono::milliseconds timeout);
   void shutdown();
 
@@ -22,6 +24,7 @@ class Gloo {
   const int size_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Backend> backend_;
+  bool given_up_ = false;
 };
 
 }  // namespace fsdp_tp

@@ -129,9 +129,11 @@ void Hierarchy::run(const char* operation, const std::string& arguments, Body bo
     body(link);
   } catch (const c10::Error& error) {
     local_.abort(error.what_without_backtrace());
+    gloo_->give_up();
     throw;
   } catch (const std::exception& error) {
     local_.abort(error.what());
+    gloo_->give_up();
     throw;
   }
 }

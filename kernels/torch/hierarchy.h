@@ -41,7 +41,7 @@ class Hierarchy : public Group {
 
  private:
   struct Coding;
-  // Runs `body(link)`; a failure makes the other ranks of this host fail at once.
+  // Runs `body(link)`; a failure makes the other ranks fail at once, on this host and on others.
   template <typename Body>
   void run(const char* operation, const std::string& arguments, Body body);
   void gather(Link& link, const std::vector<void*>& outs, const void* in, size_t bytes, const Coding& coding);
