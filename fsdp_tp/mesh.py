@@ -210,7 +210,8 @@ def build_mesh(
     # Making a group takes every rank: here all of them are.
     axes = [*(mesh.device_mesh[name] for name in MeshShape._fields), mesh.shard, mesh.data]
     groups = {axis.get_group() for axis in axes} | {dist.distributed_c10d._get_default_group()}
-    if timeout is None and device_type == "cpu":  # that which the script started with, also for the groups of axes
+    if timeout is None and device_type == "cpu" and dist.get_backend() != "fake":
+        # That which the script started with, also for the groups of axes.
         timeout = timeout_of(dist.distributed_c10d._get_default_group())
     if timeout is not None:
         for group in groups:
