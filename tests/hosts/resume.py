@@ -61,7 +61,11 @@ def main() -> None:
         temporary = directory / f"{os.getpid()}.incomplete"
         temporary.write_text(text)
         temporary.rename(directory / "errors" / f"{os.getpid()}.json")
-        time.sleep(2)  # torchrun ends the other ranks of a host as soon as one has failed; let them speak
+        # torchrun ends the other ranks of a host as soon as one has failed, and a rank must not be told by the end of
+        # another that something is wrong: let all speak.
+        deadline = time.monotonic() + 30
+        while len(list((directory / "errors").iterdir())) < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
         raise
     dist.destroy_process_group()
 
