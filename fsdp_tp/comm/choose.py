@@ -23,7 +23,7 @@ from fsdp_tp.comm.zero_copy import ZeroCopyAllGather
 
 logger = logging.getLogger("fsdp_tp")
 
-COMM = ("auto", "torch", "shared", "zero_copy", "symmetric", *WIRES, *(f"{wire}:hosts" for wire in WIRES))
+COMM = ("auto", "torch", "shared", "zero_copy", *WIRES, *(f"{wire}:hosts" for wire in WIRES), "symmetric")
 
 
 def check_comm(comm: str) -> None:

@@ -125,7 +125,7 @@ def test_a_rank_without_the_library_is_enough_to_use_torchs_collectives():
 
 
 def test_an_unknown_strategy_is_an_error_that_lists_the_known():
-    with pytest.raises(ValueError, match="comm='x' must be one of 'auto', 'torch', 'shared', 'zero_copy', 'sym"):
+    with pytest.raises(ValueError, match="comm='x' must be one of 'auto', 'torch', 'shared', 'zero_copy', 'fp32_acc"):
         fsdp_tp.fully_shard(_net(), comm="x")
 
 
