@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch import nn
+from torch import library, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 import fsdp_tp
@@ -35,14 +35,14 @@ ROOT = Path(__file__).parents[2]
 @contextmanager
 def _fused_on_cpu(calls):
     """torch's own definitions of its operators, which it registers for tensors without data only."""
-    library = torch.library.Library("symm_mem", "IMPL")
+    operators = library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
 
         def counted(*args, _name=name, **kwargs):
             calls.append(_name)
             return getattr(symm_mem, f"_{_name}_fallback")(*args, **kwargs)
 
-        library.impl(name, counted, "CPU")
+        operators.impl(name, counted, "CPU")
     devices, fused._DEVICES = fused._DEVICES, ("cpu",)
     try:
         with symm_mem._test_mode(), warnings.catch_warnings():
