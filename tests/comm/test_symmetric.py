@@ -50,7 +50,7 @@ def _fused_on_cpu(calls):
             yield
     finally:
         fused._DEVICES = devices
-        library._destroy()
+        operators._destroy()
 
 
 def _gradients(module, x, generator):
