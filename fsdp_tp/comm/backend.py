@@ -84,16 +84,16 @@ def _create(options: Any, wire: Any) -> Any:
     store = dist.PrefixStore(f"{NAME}/{count}", options.store)
     gloo_store = dist.PrefixStore("gloo", store)
     segment, hosts = None, [[0]]
+    members = list(options.global_ranks_in_group) or list(range(size))  # none: those of the world
     if size > 1:
-        members, name = list(options.global_ranks_in_group), options.group_id
-        meeting = Meeting(_native(), store, rank, size, timeout, members, name)
+        meeting = Meeting(_native(), store, rank, size, timeout, members, options.group_id)
         hosts = [[each] for each in range(size)] if wire and wire.everywhere else meeting.hosts()
         segment = meeting.segment(hosts)
         if isinstance(segment, str):
             if rank == 0:
                 _warn_once(f"a group of {size} ranks communicates over gloo: {segment}")
             return dist.ProcessGroupGloo(gloo_store, rank, size, timeout)
-    return _native().ShmBackend(segment, gloo_store, rank, size, timeout, hosts, wire.code if wire else 0)
+    return _native().ShmBackend(segment, gloo_store, rank, size, timeout, hosts, wire.code if wire else 0, members)
 
 
 @functools.cache

@@ -28,9 +28,9 @@ class ShmBackend : public c10d::Backend {
   using Milliseconds = std::chrono::milliseconds;
 
   // Joins the group in `segment`, which only a rank that is alone on its host does without. `hosts` has the ranks of
-  // the group by host; see Hierarchy for `wire`.
+  // the group by host; see Hierarchy for the rest.
   ShmBackend(fsdp_tp_segment* segment, c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout,
-             std::vector<std::vector<int>> hosts, int wire);
+             std::vector<std::vector<int>> hosts, int wire, std::vector<int> world_ranks);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "fsdp_tp_shm"; }

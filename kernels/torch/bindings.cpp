@@ -66,13 +66,13 @@ PYBIND11_MODULE(fsdp_tp_torch, module) {
       .def_property_readonly("handle", &Segment::handle);
   py::class_<ShmBackend, c10d::Backend, c10::intrusive_ptr<ShmBackend>>(module, "ShmBackend")
       .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
-                       std::vector<std::vector<int>> hosts, int wire) {
+                       std::vector<std::vector<int>> hosts, int wire, std::vector<int> world_ranks) {
              py::gil_scoped_release released;  // joining waits for the other ranks
              return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank, size,
-                                                    timeout, std::move(hosts), wire);
+                                                    timeout, std::move(hosts), wire, std::move(world_ranks));
            }),
            py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("hosts"),
-           py::arg("wire") = 0)
+           py::arg("wire"), py::arg("world_ranks"))
       .def_property_readonly("hosts", &ShmBackend::hosts)
       .def_property_readonly("options", &ShmBackend::getBackendOptions)
       // Torch binds it for its own backends one by one.

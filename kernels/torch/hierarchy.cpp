@@ -107,13 +107,15 @@ int place_in(const std::vector<int>& ranks, int rank) {
 }  // namespace
 
 Hierarchy::Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hosts, int rank, int size,
-                     std::chrono::milliseconds timeout, std::shared_ptr<Gloo> gloo, int wire)
+                     std::chrono::milliseconds timeout, std::shared_ptr<Gloo> gloo, int wire,
+                     std::vector<int> world_ranks)
     : Group(nullptr, rank, size, timeout),
       hosts_(std::move(hosts)),
       host_(host_of(hosts_, rank)),
       local_(segment, place_in(hosts_[host_], rank), ranks_of(host_), patience(timeout)),
       gloo_(std::move(gloo)),
       wire_(wire),
+      world_ranks_(std::move(world_ranks)),
       timeout_(timeout),
       nowhere_(kChunk) {
   std::string ranks;
@@ -123,7 +125,7 @@ Hierarchy::Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hos
 
 template <typename Body>
 void Hierarchy::run(const char* operation, const std::string& arguments, Body body) {
-  Link link(*gloo_, operation, timeout_);
+  Link link(*gloo_, operation, timeout_, world_ranks_);
   try {
     if (debugging()) compare_calls(link, std::string(operation) + " of " + arguments);
     body(link);

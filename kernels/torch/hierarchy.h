@@ -24,7 +24,7 @@ class Hierarchy : public Group {
   // `hosts` has the ranks of the group by host; `segment` is of those of this host, or null if there is only one.
   // Sums of floats cross the link as `wire` (fsdp_tp_wire) says, with int8 also what is gathered.
   Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hosts, int rank, int size,
-            std::chrono::milliseconds timeout, std::shared_ptr<Gloo> gloo, int wire);
+            std::chrono::milliseconds timeout, std::shared_ptr<Gloo> gloo, int wire, std::vector<int> world_ranks);
 
   void all_gather(const std::vector<void*>& outs, const void* in, size_t bytes, int dtype) override;
   // Sums go in the order of ranks inside each host, then in the order of hosts; 16-bit types are rounded once
@@ -62,6 +62,7 @@ class Hierarchy : public Group {
   Group local_;   // its ranks
   const std::shared_ptr<Gloo> gloo_;
   const int wire_;
+  const std::vector<int> world_ranks_;  // of the group's ranks, for errors
   std::chrono::milliseconds timeout_;
   std::vector<char> nowhere_;  // in place of shards that do not exist
 };

@@ -46,8 +46,11 @@ void Link::wait(Transfer& transfer) {
 }
 
 void Link::fail(int peer, const std::exception& why) const {
-  TORCH_CHECK_WITH(DistBackendError, false, operation_, ": rank ", peer, ", on another host, did not answer within ",
-                   static_cast<double>(timeout_.count()) / 1000, " s or has ended (", why.what(), ")");
+  const int world_rank = world_ranks_.at(peer);
+  const auto also = world_rank == peer ? std::string() : c10::str(" (rank ", world_rank, " of the world)");
+  TORCH_CHECK_WITH(DistBackendError, false, operation_, ": rank ", peer, also,
+                   ", on another host, did not answer within ", static_cast<double>(timeout_.count()) / 1000,
+                   " s or has ended (", why.what(), ")");
 }
 
 }  // namespace fsdp_tp

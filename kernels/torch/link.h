@@ -14,9 +14,9 @@ namespace fsdp_tp {
 // The transfers of one collective. Those that are under way when it fails are given up with it.
 class Link {
  public:
-  // `operation` is for errors.
-  Link(Gloo& gloo, std::string operation, std::chrono::milliseconds timeout)
-      : gloo_(gloo), operation_(std::move(operation)), timeout_(timeout) {}
+  // `operation` is for errors, and so are the ranks of the world that the group's ranks are.
+  Link(Gloo& gloo, std::string operation, std::chrono::milliseconds timeout, const std::vector<int>& world_ranks)
+      : gloo_(gloo), operation_(std::move(operation)), timeout_(timeout), world_ranks_(world_ranks) {}
 
   struct Transfer {
     int peer = -1;
@@ -36,6 +36,7 @@ class Link {
   Gloo& gloo_;
   const std::string operation_;
   const std::chrono::milliseconds timeout_;
+  const std::vector<int>& world_ranks_;
 };
 
 }  // namespace fsdp_tp

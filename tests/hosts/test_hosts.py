@@ -118,7 +118,6 @@ def test_when_the_link_goes_down_errors_name_a_rank(interrupted: Any) -> None:
         assert re.search(r"\brank \d", each["error"]), each
 
 
-@pytest.mark.xfail(strict=True, reason="a hierarchy names the rank of its group, not that of the world")
 def test_when_the_link_goes_down_errors_name_the_rank_at_its_other_end(interrupted: Any) -> None:
     """Of the replicate groups [0, 2] and [1, 3]. On each host some rank waits for the link, its neighbour perhaps for
     that rank."""
