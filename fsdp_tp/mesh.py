@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_tp.comm.backend import backend_of, cpu_backend
-from fsdp_tp.comm.native import load
+from fsdp_tp.comm.hosts import hosts_of
 from fsdp_tp.comm.shared_memory import timeout_of
 from fsdp_tp.config import MeshShape, ParallelConfig, divisors
 
@@ -217,7 +217,8 @@ def build_mesh(
         for group in groups:
             for device in group._device_types:
                 group._get_backend(device)._set_default_timeout(timeout)
-    mesh._hosts = _hosts_of_ranks()
+    if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        mesh._hosts = hosts_of(dist.distributed_c10d._get_default_group())
     return mesh
 
 
@@ -254,19 +255,6 @@ def _say_backends(mesh: ParallelMesh) -> None:
             memory = " (shared memory" + (", gloo between hosts)" if len(set(mesh._hosts or ())) > 1 else ")")
         default = "" if dist.get_backend() == backend else f"; the default group is of {dist.get_backend()}"
         _log_once(f"collectives {where} go over {backend}{memory}{default}")
-
-
-def _hosts_of_ranks() -> list[int] | None:
-    """Ranks with equal numbers can share memory; hosts are counted in the order of their first ranks."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return None
-    library = load()
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, None if isinstance(library, str) else library.host_text())
-    if None in names:
-        return None
-    order = list(dict.fromkeys(names))
-    return [order.index(name) for name in names]
 
 
 def _warn_of_crossings(degrees: ParallelConfig, hosts: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_double, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -49,18 +49,26 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class Library:
-    """The functions of the library, without their common prefix: ``library.barrier(group)``."""
+class Functions:
+    """Those of a C library, without their common prefix."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prefix: str, declared: Mapping[str, tuple[Any, list[Any]]]) -> None:
         shared = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(shared, f"fsdp_tp_{name}")
+        self._prefix = prefix
+        for name, (result, arguments) in declared.items():
+            function = getattr(shared, prefix + name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise AttributeError(f"fsdp_tp_{name} is not declared in {__file__}")
+        raise AttributeError(f"{self._prefix}{name} is not declared in {type(self).__module__}")
+
+
+class Library(Functions):
+    """``library.barrier(group)``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "fsdp_tp_", _FUNCTIONS)
 
     def host_text(self) -> str:
         """Equal for processes that can share memory."""

@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.profiler import record_function
 
 from fsdp_tp.comm.buffers import SharedBuffers
+from fsdp_tp.comm.hosts import hosts_of
 from fsdp_tp.comm.native import DTYPES, MEMFD, NAMED, Library, Memory, load, tensor_at
 
 
@@ -150,9 +151,8 @@ def _join(group: dist.ProcessGroup) -> SharedGroup:
     library = load()
     _require_none(_of_all(group, library if isinstance(library, str) else None), "")
     assert isinstance(library, Library)
-    hosts = _of_all(group, library.host_text())
-    if len(set(hosts)) > 1:
-        raise NotShared(f"its {group.size()} ranks are on {len(set(hosts))} hosts")
+    if (count := len(set(hosts_of(group) or ()))) > 1:
+        raise NotShared(f"its {group.size()} ranks are on {count} hosts")
     try:
         segment = _common_segment(library, group, MEMFD)
     except NotShared:  # /proc of a peer cannot be seen

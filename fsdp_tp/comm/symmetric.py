@@ -7,7 +7,6 @@ tensor group for torch's products that overlap with their collectives (fsdp_tp/l
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_size_t, c_void_p
 from functools import cache
@@ -20,7 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from fsdp_tp.comm.native import DTYPES
+from fsdp_tp.comm.native import DTYPES, Functions
 
 _LIBRARIES = Path(__file__).parents[1] / "_lib"
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,18 +57,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class Kernels:
-    """The functions of the library, without their common prefix: ``kernels.signal_words(world, blocks)``."""
+class Kernels(Functions):
+    """``kernels.signal_words(world, blocks)``."""
 
     def __init__(self, path: Path) -> None:
-        shared = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(shared, f"fsdp_tp_cuda_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"fsdp_tp_cuda_{name} is not declared in {__file__}")
+        super().__init__(path, "fsdp_tp_cuda_", _FUNCTIONS)
 
     def sentence(self, status: int) -> str:
         return str(self.error(status).decode())

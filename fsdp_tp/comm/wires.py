@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tp.comm.backend import NAME, register
-from fsdp_tp.comm.native import load
+from fsdp_tp.comm.hosts import hosts_of
 from fsdp_tp.comm.shared_memory import timeout_of
 
 _CODES = {"fp32_accumulate": 1, "int8": 2}  # enum fsdp_tp_wire
@@ -33,19 +33,6 @@ ON_LINK = {
     "fp32_accumulate": "sums bf16 values in fp32",
     "int8": "quantises what it sends to int8",
 }
-
-
-def spans_hosts(group: dist.ProcessGroup) -> bool:
-    """Whether its ranks are on several hosts. The first call for a group is made by all its ranks together."""
-    backend = group._get_backend(torch.device("cpu"))
-    if (hosts := getattr(backend, "hosts", None)) is not None:
-        return len(hosts) > 1
-    if (found := _spans.get(group)) is None:
-        library = load()
-        names: list[Any] = [None] * group.size()
-        dist.all_gather_object(names, library if isinstance(library, str) else library.host_text(), group=group)
-        found = _spans[group] = len(set(names)) > 1
-    return found
 
 
 @dataclass(frozen=True)
@@ -60,18 +47,18 @@ class Wire:
         return _CODES[self.name]
 
 
-_groups: dict[tuple[str, Wire], dist.ProcessGroup] = {}
+# By the group whose ranks they have. The values must not refer to the keys, or neither would ever go.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Wire, dist.ProcessGroup]] = WeakKeyDictionary()
 _spans: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def group_with_wire(group: dist.ProcessGroup, wire: Wire) -> dist.ProcessGroup:
     """A group of the same ranks on whose links ``wire`` is used; made by the first call, which all its ranks make
     together."""
-    key = (group.group_name, wire)
-    known = _groups.get(key)
-    if known is None or known not in dist.distributed_c10d._world.pg_map:
+    made = _groups.setdefault(group, {})
+    if wire not in made:
         register()
-        known = dist.new_group(
+        made[wire] = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=timeout_of(group),
             backend=NAME,
@@ -79,8 +66,13 @@ def group_with_wire(group: dist.ProcessGroup, wire: Wire) -> dist.ProcessGroup:
             use_local_synchronization=True,
             group_desc=f"{wire.name} wire",
         )
-        _groups[key] = known
-    return known
+    return made[wire]
+
+
+def _spans_hosts(group: dist.ProcessGroup) -> bool:
+    if group not in _spans:
+        _spans[group] = len(set(hosts_of(group) or ())) > 1
+    return _spans[group]
 
 
 def use_wire(param_groups: list[Any], wire: str, only_between_hosts: bool) -> list[str]:
@@ -93,7 +85,7 @@ def use_wire(param_groups: list[Any], wire: str, only_between_hosts: bool) -> li
         info = param_group.mesh_info
         for kind in ("shard", "replicate"):
             group = getattr(info, f"{kind}_process_group", None)
-            if group is None or group.size() == 1 or not (everywhere or spans_hosts(group)):
+            if group is None or group.size() == 1 or not (everywhere or _spans_hosts(group)):
                 continue
             if wire == "int8":
                 _require_quantisable(param_group)

@@ -35,14 +35,6 @@ struct fsdp_tp_request : Request {};
 
 namespace {
 
-bool debugging() {
-  static const bool on = [] {
-    const char* text = std::getenv("FSDP_TP_DEBUG");
-    return text && std::strcmp(text, "0") != 0 && *text;
-  }();
-  return on;
-}
-
 // Failures of memory become failures of the system.
 template <class Body>
 int guard(std::string& error, Body body) {
@@ -66,7 +58,7 @@ int run(fsdp_tp_group* group, const char* name, Require require, Describe descri
     group->set_operation(name);
     try {
       group->throw_if_aborted();
-      if (debugging()) fsdp_tp::compare_calls(*group, std::string(name) + " " + describe());
+      if (fsdp_tp_debugging()) fsdp_tp::compare_calls(*group, std::string(name) + " " + describe());
       body();
     } catch (const Failure& failure) {
       // Others must not wait for a rank that has given up in the middle.
@@ -141,6 +133,14 @@ int start_request(fsdp_tp_group* group, bool is_send, int peer, std::uint32_t ta
 }  // namespace
 
 extern "C" {
+
+int fsdp_tp_debugging(void) {
+  static const bool on = [] {
+    const char* text = std::getenv("FSDP_TP_DEBUG");
+    return text && *text && std::strcmp(text, "0") != 0;
+  }();
+  return on;
+}
 
 size_t fsdp_tp_host(char* text, size_t size) {
   if (const char* given = std::getenv("FSDP_TP_HOST")) {
@@ -271,7 +271,7 @@ int fsdp_tp_all_to_all(fsdp_tp_group* group, void* const* outs, const size_t* ou
   return run(
       group, "all_to_all", nothing, [] { return std::string(); },
       [&] {
-        if (debugging()) fsdp_tp::compare_sizes(*group, out_bytes, in_bytes);
+        if (fsdp_tp_debugging()) fsdp_tp::compare_sizes(*group, out_bytes, in_bytes);
         fsdp_tp::all_to_all(*group, outs, out_bytes, ins, in_bytes);
       });
 }

@@ -36,6 +36,9 @@ enum fsdp_tp_group_status {
 // FSDP_TP_HOST overrides it. Returns the length, at most size - 1.
 FSDP_TP_EXPORT size_t fsdp_tp_host(char* text, size_t size);
 
+// Whether FSDP_TP_DEBUG asks for a comparison of what ranks call.
+FSDP_TP_EXPORT int fsdp_tp_debugging(void);
+
 typedef struct fsdp_tp_segment fsdp_tp_segment;
 
 enum fsdp_tp_segment_kind {

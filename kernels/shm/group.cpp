@@ -22,7 +22,7 @@ namespace fsdp_tp {
 
 namespace {
 
-constexpr std::uint64_t kMagic = 0x66736470'74700001;  // "fsdp" "tp", layout 1
+constexpr std::uint64_t kMagic = 0x66736470'74700002;  // "fsdp" "tp", layout 2
 // A slot should stay in a core's cache: what one rank stages, another reads soon after.
 constexpr std::size_t kDefaultSlotBytes = std::size_t{512} << 10;
 
@@ -158,9 +158,9 @@ void Group::join() {
 // Only a trial tells: capabilities, Yama's ptrace_scope and seccomp can each forbid it, and the number of a process
 // may mean another one in another namespace.
 bool Group::try_reading_private() {
-  // Ranks that share cores wait for one another at every system call's end.
+  // Where ranks share cores it was never faster (docs/lab_book.md).
   const char* const wanted = std::getenv("FSDP_TP_READ_PRIVATE");
-  bool can = wanted ? std::strcmp(wanted, "0") != 0 : !shared_cores_;
+  bool can = wanted && *wanted ? std::strcmp(wanted, "0") != 0 : !shared_cores_;
   if (getrandom(&token_, sizeof token_, GRND_NONBLOCK) != sizeof token_) can = false;
   const std::uint32_t step = next_step();
   acquire(step);

@@ -7,12 +7,13 @@ namespace fsdp_tp {
 
 namespace {
 
-std::shared_ptr<Group> make_group(fsdp_tp_segment* segment, const std::vector<std::vector<int>>& hosts, int rank,
-                                  int size, std::chrono::milliseconds timeout, const std::shared_ptr<Gloo>& gloo,
-                                  int wire, std::vector<int> world_ranks) {
+std::shared_ptr<Group> make_group(fsdp_tp_segment* segment, std::vector<std::vector<int>> hosts, int rank, int size,
+                                  std::chrono::milliseconds timeout, const std::shared_ptr<Gloo>& gloo, int wire,
+                                  std::vector<int> world_ranks) {
   if (hosts.size() <= 1) return std::make_shared<Group>(segment, rank, size, timeout);
   gloo->get();  // now, when all ranks are here
-  return std::make_shared<Hierarchy>(segment, hosts, rank, size, timeout, gloo, wire, std::move(world_ranks));
+  return std::make_shared<Hierarchy>(segment, std::move(hosts), rank, size, timeout, gloo, wire,
+                                     std::move(world_ranks));
 }
 
 }  // namespace
@@ -23,9 +24,8 @@ ShmBackend::ShmBackend(fsdp_tp_segment* segment, c10::intrusive_ptr<c10d::Store>
     : Backend(rank, size),
       timeout_(timeout),
       gloo_(std::make_shared<Gloo>(std::move(store), rank, size, timeout)),
-      hosts_(std::move(hosts)),
-      spans_hosts_(hosts_.size() > 1),
-      group_(make_group(segment, hosts_, rank, size, timeout, gloo_, wire, std::move(world_ranks))),
+      spans_hosts_(hosts.size() > 1),
+      group_(make_group(segment, std::move(hosts), rank, size, timeout, gloo_, wire, std::move(world_ranks))),
       requests_(std::make_shared<Requests>()),
       queue_(std::make_shared<Queue>([requests = requests_] { return requests->progress(); },
                                      "fsdp_tp_shm: the process group was destroyed")) {}

@@ -34,8 +34,6 @@ class ShmBackend : public c10d::Backend {
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "fsdp_tp_shm"; }
-  // The ranks of the group by host.
-  const std::vector<std::vector<int>>& hosts() const { return hosts_; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -110,7 +108,6 @@ class ShmBackend : public c10d::Backend {
 
   Milliseconds timeout_;
   const std::shared_ptr<Gloo> gloo_;
-  const std::vector<std::vector<int>> hosts_;
   const bool spans_hosts_;
   const std::shared_ptr<Group> group_;
   const std::shared_ptr<Requests> requests_;

@@ -73,7 +73,6 @@ PYBIND11_MODULE(fsdp_tp_torch, module) {
            }),
            py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("hosts"),
            py::arg("wire"), py::arg("world_ranks"))
-      .def_property_readonly("hosts", &ShmBackend::hosts)
       .def_property_readonly("options", &ShmBackend::getBackendOptions)
       // Torch binds it for its own backends one by one.
       .def("_set_default_timeout", &ShmBackend::setTimeout, py::arg("timeout"));

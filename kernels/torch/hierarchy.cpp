@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
 #include "shm/wire.h"
@@ -27,14 +26,6 @@ Pointer* at(Pointer* data, size_t offset) {
 }
 
 bool is_16_bit(int dtype) { return dtype == FSDP_TP_BFLOAT16 || dtype == FSDP_TP_FLOAT16; }
-
-bool debugging() {
-  static const bool on = [] {
-    const char* text = std::getenv("FSDP_TP_DEBUG");
-    return text && *text && std::strcmp(text, "0") != 0;
-  }();
-  return on;
-}
 
 // How a reduction is done in two levels. Between them values are of `dtype`.
 struct TwoLevels {
@@ -126,16 +117,19 @@ Hierarchy::Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hos
 template <typename Body>
 void Hierarchy::run(const char* operation, const std::string& arguments, Body body) {
   Link link(*gloo_, operation, timeout_, world_ranks_);
+  const auto give_up = [this](const std::string& reason) {
+    stages_.clear();  // with the transfers in them
+    local_.abort(reason);
+    gloo_->give_up();
+  };
   try {
-    if (debugging()) compare_calls(link, std::string(operation) + " of " + arguments);
+    if (fsdp_tp_debugging()) compare_calls(link, std::string(operation) + " of " + arguments);
     body(link);
   } catch (const c10::Error& error) {
-    local_.abort(error.what_without_backtrace());
-    gloo_->give_up();
+    give_up(error.what_without_backtrace());
     throw;
   } catch (const std::exception& error) {
-    local_.abort(error.what());
-    gloo_->give_up();
+    give_up(error.what());
     throw;
   }
 }
@@ -234,14 +228,8 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
   const bool plain = coding.wire == FSDP_TP_EXACT && how.dtype == levels.dtype;
   const size_t chunk = kChunk / computed;
 
-  // The buffers of a chunk, from its first partial sums until its sends are done.
-  struct Stage {
-    size_t start = 0, length = 0;
-    Bytes own;
-    std::vector<Bytes> partial, outgoing, incoming, decoded;
-    std::vector<Link::Transfer> sends, receives;
-  };
-  std::vector<Stage> stages(std::min(kInFlight, (count + chunk - 1) / chunk));
+  const size_t in_flight = std::min(kInFlight, (count + chunk - 1) / chunk);
+  stages_.resize(std::max(stages_.size(), in_flight));
 
   const auto sum_inside = [&](void* to, int host, int round, size_t start, size_t length) {
     std::vector<const void*> pointers(local_.size);
@@ -261,8 +249,7 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
     stage.receives.assign(hosts, {});
     for (int host = 0; host < hosts; ++host) {
       if (host == host_) continue;
-      stage.incoming[host].resize(bytes);
-      stage.receives[host] = link.receive(stage.incoming[host].data(), bytes, carrier(host, local_.rank));
+      stage.receives[host] = link.receive(stage.incoming[host].of(bytes), bytes, carrier(host, local_.rank));
     }
     size_t used = 0;
     for (int distance = 1; distance <= hosts; ++distance) {  // this host's own last: nobody waits for it
@@ -271,14 +258,12 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
         const int shard = round * local_.size + local_.rank;
         const bool sent = host != host_ && shard < ranks_of(host);
         if (stage.partial.size() <= used) stage.partial.emplace_back(), stage.outgoing.emplace_back();
-        Bytes& partial = host == host_ && round == 0 ? stage.own : stage.partial[used];
-        partial.resize(stage.length * computed);
+        Buffer& partial = host == host_ && round == 0 ? stage.own : stage.partial[used];
+        const void* from = partial.of(stage.length * computed);
         sum_inside(partial.data(), host, round, start, stage.length);
         if (!sent) continue;
-        const void* from = partial.data();
         if (!plain) {
-          stage.outgoing[used].resize(bytes);
-          coding.encode(stage.outgoing[used].data(), from, stage.length);
+          coding.encode(stage.outgoing[used].of(bytes), from, stage.length);
           from = stage.outgoing[used].data();
         }
         stage.sends.push_back(link.send(from, bytes, hosts_[host][shard]));
@@ -294,8 +279,7 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
       link.wait(stage.receives[host]);
       sources[host] = stage.incoming[host].data();
       if (plain) continue;
-      stage.decoded[host].resize(stage.length * computed);
-      coding.decode(stage.decoded[host].data(), sources[host], stage.length);
+      coding.decode(stage.decoded[host].of(stage.length * computed), sources[host], stage.length);
       sources[host] = stage.decoded[host].data();
     }
     if (out_dtype == levels.dtype) {
@@ -308,11 +292,11 @@ void Hierarchy::scatter_sums(Link& link, void* out, int out_dtype, const std::ve
 
   size_t begun = 0, finished = 0;
   for (size_t start = 0; start < count; start += chunk) {
-    begin(stages[begun++ % stages.size()], start);
-    if (begun - finished == stages.size()) finish(stages[finished++ % stages.size()]);
+    begin(stages_[begun++ % in_flight], start);
+    if (begun - finished == in_flight) finish(stages_[finished++ % in_flight]);
   }
-  while (finished < begun) finish(stages[finished++ % stages.size()]);
-  for (Stage& stage : stages) {
+  while (finished < begun) finish(stages_[finished++ % in_flight]);
+  for (Stage& stage : stages_) {
     for (auto& send : stage.sends) link.wait(send);
   }
 }

@@ -19,6 +19,23 @@
 
 namespace fsdp_tp {
 
+// Memory that is kept for the next use, which then pays for no new pages; it grows only, and is not zeroed.
+class Buffer {
+ public:
+  char* of(size_t bytes) {
+    if (bytes > size_) {
+      data_.reset(new char[bytes]);
+      size_ = bytes;
+    }
+    return data_.get();
+  }
+  char* data() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<char[]> data_;
+  size_t size_ = 0;
+};
+
 class Hierarchy : public Group {
  public:
   // `hosts` has the ranks of the group by host; `segment` is of those of this host, or null if there is only one.
@@ -41,6 +58,14 @@ class Hierarchy : public Group {
 
  private:
   struct Coding;
+  // A chunk of a reduction, from its first sums inside this host until its sends are done.
+  struct Stage {
+    size_t start = 0, length = 0;
+    Buffer own;                             // this host's sum of what is for this rank
+    std::vector<Buffer> partial, outgoing;  // by shard that this rank carries
+    std::vector<Buffer> incoming, decoded;  // by host
+    std::vector<Link::Transfer> sends, receives;
+  };
   // Runs `body(link)`; a failure makes the other ranks fail at once, on this host and on others.
   template <typename Body>
   void run(const char* operation, const std::string& arguments, Body body);
@@ -64,6 +89,7 @@ class Hierarchy : public Group {
   const int wire_;
   const std::vector<int> world_ranks_;  // of the group's ranks, for errors
   std::chrono::milliseconds timeout_;
+  std::vector<Stage> stages_;
   std::vector<char> nowhere_;  // in place of shards that do not exist
 };
 
