@@ -5,10 +5,11 @@ model is that of :mod:`bench.fsdp_step`: four MLP blocks of width 768 (18.9 M pa
 ``full`` shards over all four ranks, ``hybrid`` over the two of a host, with a replica on each. All variants take turns
 in the same processes: ``torch`` is stock FSDP2 over gloo, ``ours`` what ``init_mesh`` and ``comm="auto"`` choose, the
 others the wires of that name on the link between the hosts. ``all_gather_64MiB`` is one collective over all four
-ranks, of which 64 MiB is the whole output.
+ranks, of which 64 MiB is the whole output, ``all_reduce_64MiB`` one of 64 MiB of fp32 on each.
 
-``link_bytes`` crossed the busiest host's link in one direction in a step, ``link_ms`` is the time that they need there
-at the rate that a plain socket reaches, measured at the start.
+No case can be faster than two things. ``link_bytes`` crossed the busiest host's link in one direction, and ``link_ms``
+is the time that they need there at the rate that a plain socket reaches, measured at the start. ``cpu_ms`` is what all
+ranks' threads together took of processors, divided by how many processors this machine has: the hosts share them.
 
     python -m bench.hosts [--quick] [--json FILE]
 """
@@ -19,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -30,16 +30,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.namespaces import Namespaces, unavailable
+from bench.namespaces import Namespaces, run_job, unavailable
 
 RATE = "1gbit"
 WIDTH, BLOCKS, BATCH = 768, 4, 32
 PARAMETER_BYTES = 4 * 8 * WIDTH**2 * BLOCKS
-GATHER_BYTES = 64 << 20
+MESSAGE_BYTES = 64 << 20
 LAYOUTS = {"full": 0, "hybrid": 2}  # hybrid_shard_degree
 VARIANTS = {"torch": "torch", "ours": "auto", "fp32_accumulate": "fp32_accumulate:hosts", "int8": "int8:hosts"}  # comm
 # Of two hosts, one way, in fp32. Full: half of the parameters twice, then half of the sums. Hybrid: the sums.
-LEAST_BYTES = {"full": 3 * PARAMETER_BYTES // 2, "hybrid": PARAMETER_BYTES, "all_gather_64MiB": GATHER_BYTES // 2}
+LEAST_BYTES = {
+    "full": 3 * PARAMETER_BYTES // 2,
+    "hybrid": PARAMETER_BYTES,
+    "all_gather_64MiB": MESSAGE_BYTES // 2,
+    "all_reduce_64MiB": MESSAGE_BYTES,
+}
 # What a step may change in the loss: another order of summation, or what 16 and 8 bits round away.
 LOSS_GAPS = {"torch": 0.0, "ours": 1e-5, "fp32_accumulate": 1e-2, "int8": 1e-2}
 WARM_UP = 2
@@ -83,14 +88,32 @@ def make_gather(variant: str) -> Callable[[], float]:
 
     group = dist.group.WORLD if variant == "torch" else dist.new_group(backend="fsdp_tp_shm")
     rank, world = dist.get_rank(), dist.get_world_size()
-    part = torch.full((GATHER_BYTES // 4 // world,), rank + 1.0)
-    whole = torch.empty(GATHER_BYTES // 4)
+    part = torch.full((MESSAGE_BYTES // 4 // world,), rank + 1.0)
+    whole = torch.empty(MESSAGE_BYTES // 4)
 
     def gather() -> float:
         dist.all_gather_into_tensor(whole, part, group=group)
         return sum(chunk[-1].item() for chunk in whole.chunk(world))
 
     return gather
+
+
+def make_reduce(comm: str) -> Callable[[], float]:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_tp.comm.wires import with_wire
+
+    group = dist.group.WORLD if comm == "torch" else dist.new_group(backend="fsdp_tp_shm")
+    group = with_wire(group, comm)
+    values = torch.empty(MESSAGE_BYTES // 4)
+
+    def reduce() -> float:
+        values.fill_(dist.get_rank() + 1.0)
+        dist.all_reduce(values, group=group)
+        return values[-1].item()
+
+    return reduce
 
 
 def link_bytes() -> list[int]:
@@ -100,24 +123,26 @@ def link_bytes() -> list[int]:
     return [int(counters[0]), int(counters[8])]
 
 
-def measure(run: Callable[[], float]) -> tuple[float, int]:
-    """Seconds of the slowest rank, and bytes over the busiest link in one direction."""
+def measure(run: Callable[[], float]) -> tuple[float, float, int]:
+    """Seconds of the slowest rank, of processors for all, and bytes over the busiest link in one direction."""
     import torch
     import torch.distributed as dist
 
     before = link_bytes()
     dist.barrier()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     run()
     seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)  # now all are done
+    work = torch.tensor(time.process_time() - worked, dtype=torch.float64)
+    dist.all_reduce(work)
     crossed = torch.tensor(max(now - then for now, then in zip(link_bytes(), before, strict=True)))
     dist.all_reduce(crossed, dist.ReduceOp.MAX)
-    return seconds.item(), int(crossed)
+    return seconds.item(), work.item(), int(crossed)
 
 
 def work(results: Path, turns: int) -> None:
-    """One rank. Rank 0 writes ``[layout, variant, [seconds, ...], bytes]`` of all cases to ``results``."""
+    """One rank. Rank 0 writes ``[layout, variant, [seconds, ...], processor seconds, bytes]`` of all cases."""
     import torch
     import torch.distributed as dist
 
@@ -141,22 +166,28 @@ def work(results: Path, turns: int) -> None:
                 say(f"{layout} {variant} is left out: {error}")
     for variant in ("torch", "ours"):
         cases["all_gather_64MiB", variant] = make_gather(variant)
+    for variant, comm in VARIANTS.items():
+        cases["all_reduce_64MiB", variant] = make_reduce(comm)
 
     seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+    worked: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     crossed: dict[tuple[str, str], list[int]] = {case: [] for case in cases}
     for turn in range(WARM_UP + turns):
         for case, run in cases.items():
-            took, count = measure(run)
+            took, work, count = measure(run)
             if turn >= WARM_UP:
                 seconds[case].append(took)
+                worked[case].append(work)
                 crossed[case].append(count)
         say(f"turn {turn + 1} of {WARM_UP + turns}" + (" (warm-up)" if turn < WARM_UP else ""))
     last = {case: run() for case, run in cases.items()}
     for (layout, variant), value in last.items():
-        expected = 10.0 if layout.startswith("all_gather") else last[layout, "torch"]
+        expected = 10.0 if layout.startswith("all_") else last[layout, "torch"]  # 1 + 2 + 3 + 4
         assert abs(value - expected) <= LOSS_GAPS[variant] * expected, (layout, variant, value, expected)
     if dist.get_rank() == 0:
-        found = [[*case, seconds[case], statistics.median(crossed[case])] for case in cases]
+        found = [
+            [*case, seconds[case], statistics.median(worked[case]), statistics.median(crossed[case])] for case in cases
+        ]
         results.write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -166,27 +197,28 @@ def run_on_hosts(turns: int) -> list[dict[str, Any]]:
         rate = min(hosts.bytes_per_second(0, 1), hosts.bytes_per_second(1, 0))
         print(f"two hosts, {RATE} between them: a plain socket gets {rate / 1e6:.1f} MB/s", flush=True)
         results = Path(directory) / "results.json"
-        arguments = ["-m", "bench.hosts", "--worker", results, "--turns", turns]
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without a name are worth a warning to c10d
-        agents = [hosts.torchrun(host, *arguments, env=quiet) for host in range(2)]
-        while any(agent.poll() is None for agent in agents) and not any(agent.poll() for agent in agents):
-            time.sleep(0.1)
-        if failed := [agent.returncode for agent in agents if agent.returncode]:
-            sys.exit(f"torchrun of a host ended with {failed[0]}")
+        run_job(hosts, ["-m", "bench.hosts", "--worker", results, "--turns", turns])
         found = json.loads(results.read_text())
     rows = []
-    for layout, variant, seconds, crossed in found:
+    for layout, variant, seconds, work, crossed in found:
         low, middle, high = (1e3 * each for each in statistics.quantiles(seconds, n=4))
         rows.append({
             "variant": variant, "layout": layout, "median_ms": middle, "quartiles_ms": [low, high],
-            "link_bytes": crossed, "link_ms": 1e3 * crossed / rate,
+            "link_bytes": crossed, "link_ms": 1e3 * crossed / rate, "cpu_ms": 1e3 * work / (os.cpu_count() or 1),
         })  # fmt: skip
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(
-        "layout", "variant", "median", "quartiles", "this / torch", "over the link (fp32 must)", "/ link time"
+        "layout",
+        "variant",
+        "median",
+        "quartiles",
+        "this / torch",
+        "over the link (fp32 must)",
+        "/ link time",
+        "processors",
     )
     stock = {row["layout"]: row["median_ms"] for row in rows if row["variant"] == "torch"}
     for layout in LEAST_BYTES:
@@ -196,9 +228,9 @@ def show(rows: list[dict[str, Any]]) -> None:
                 layout, row["variant"], f"{row['median_ms']:.0f} ms", f"{low:.0f} to {high:.0f}",
                 f"{row['median_ms'] / stock[layout]:.2f}",
                 f"{row['link_bytes'] / 1e6:.1f} MB ({LEAST_BYTES[layout] / 1e6:.1f}), {row['link_ms']:.0f} ms",
-                f"{row['median_ms'] / row['link_ms']:.2f}",
+                f"{row['median_ms'] / row['link_ms']:.2f}", f"{row['cpu_ms']:.0f} ms",
             )  # fmt: skip
-    console = Console(width=120)
+    console = Console(width=130)
     console.print(f"{BLOCKS} MLP blocks of width {WIDTH}, fp32, SGD, batch {BATCH} a rank, 2 hosts x 2 ranks, {RATE}")
     console.print(table)
 

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -177,6 +178,16 @@ class Namespaces:
         self.popen(source, [sys.executable, "-S", "-c", _SEND, *where, mebibytes]).wait()
         printed, _ = receive.communicate()
         return float(printed)
+
+
+def run_job(hosts: Namespaces, arguments: Sequence[Any]) -> None:
+    """``torchrun arguments`` on all hosts; ends this process if it fails on one of them."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without a name are worth a warning to c10d
+    agents = [hosts.torchrun(host, *arguments, env=quiet) for host in range(hosts.count)]
+    while any(agent.poll() is None for agent in agents) and not any(agent.poll() for agent in agents):
+        time.sleep(0.1)
+    if failed := [agent.returncode for agent in agents if agent.returncode]:
+        sys.exit(f"torchrun of a host ended with {failed[0]}")
 
 
 def enter(path: str) -> None:

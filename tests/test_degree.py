@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,6 +25,7 @@ def test_the_fastest_that_fits_is_chosen():
     one, two, four = _candidate(1, 1.0, 400, fits=False), _candidate(2, 2.0, 200), _candidate(4, 3.0, 100)
     assert degree.choose([one, two, four]) is two
     assert degree.choose([two, _candidate(4, 2.0, 100)]).degree == 4  # as fast, and smaller
+    assert degree.choose([two, _candidate(4, 2.1, 100)]).degree == 4  # as far as can be told
     nothing = [_candidate(2, 1.0, 200, fits=False), _candidate(4, 3.0, 100, fits=False)]
     assert degree.choose(nothing).degree == 4
     assert "does not fit, but nothing does" in degree.describe(nothing, nothing[1])
@@ -88,6 +90,33 @@ def test_all_ranks_measure_the_same_and_a_slow_world_is_avoided():
     results = run(4, _measures)
     assert all(each == results[0] for each in results)
     assert results[0][1] in (1, 2)
+
+
+def _measures_a_wire():
+    os.environ["FSDP_TP_HOST"] = "aabb"[dist.get_rank()]
+    wires = set()
+    originals = {name: getattr(degree, name) for name in ("_all_gather", "_reduce_scatter")}
+
+    def record(name, out, tensor, group):
+        wires.add((name, group.size(), "wire" in group.group_desc))
+        return originals[name](out, tensor, group=group)
+
+    try:
+        for name in originals:
+            setattr(degree, name, partial(record, name))
+        for _ in range(2):  # the wire of the world's group outlives the first
+            degree.measure(ParallelConfig(), [Unit(1 << 10, True)], comm="int8:hosts", param_dtype=torch.bfloat16)
+    finally:
+        for name, call in originals.items():
+            setattr(degree, name, call)
+        del os.environ["FSDP_TP_HOST"]
+    return wires
+
+
+def test_a_wire_is_measured_where_it_will_be_used():
+    for found in run(4, _measures_a_wire):
+        # Two ranks share memory, so gathers there are not timed.
+        assert found == {("_reduce_scatter", 2, False), ("_reduce_scatter", 4, True), ("_all_gather", 4, True)}
 
 
 def _crossing(hosts, **degrees):

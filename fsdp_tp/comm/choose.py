@@ -67,7 +67,7 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
         _say(asked, "torch", reason)
         return
     if wire in WIRES:
-        wired = use_wire(param_groups, wire, bool(only_between_hosts))
+        wired = use_wire(param_groups, comm)
         if "shard" in wired:
             _say(asked, asked, f"the {' and the '.join(wired)} group of this rank {ON_LINK[wire]}")
             return

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_tp.comm.backend import NAME, register
+from fsdp_tp.comm.backend import NAME, register, unavailable
 from fsdp_tp.comm.hosts import hosts_of
 from fsdp_tp.comm.shared_memory import timeout_of
 
@@ -75,21 +75,30 @@ def _spans_hosts(group: dist.ProcessGroup) -> bool:
     return _spans[group]
 
 
-def use_wire(param_groups: list[Any], wire: str, only_between_hosts: bool) -> list[str]:
-    """Replaces the groups over which a module communicates, where their ranks are on several hosts, by groups with a
-    wire, and returns which: "shard" for gathers and reduce-scatters, "replicate" for all-reduces."""
+def with_wire(group: dist.ProcessGroup, comm: str) -> dist.ProcessGroup:
+    """The group over which a module with this ``comm=`` communicates in place of ``group``: itself, where its values
+    stay exact. All its ranks call it together."""
+    name, _, only_between_hosts = comm.partition(":")
+    if name not in WIRES or unavailable() or group.size() == 1:
+        return group
     # Within a host fp32_accumulate has strategies of its own, that use its memory.
-    everywhere = wire == "int8" and not only_between_hosts
+    everywhere = name == "int8" and not only_between_hosts
+    return group_with_wire(group, Wire(name, everywhere)) if everywhere or _spans_hosts(group) else group
+
+
+def use_wire(param_groups: list[Any], comm: str) -> list[str]:
+    """Replaces the groups over which a module communicates by those of :func:`with_wire`, and returns which: "shard"
+    for gathers and reduce-scatters, "replicate" for all-reduces."""
     used = []
     for param_group in param_groups:
         info = param_group.mesh_info
         for kind in ("shard", "replicate"):
             group = getattr(info, f"{kind}_process_group", None)
-            if group is None or group.size() == 1 or not (everywhere or _spans_hosts(group)):
+            if group is None or (wired := with_wire(group, comm)) is group:
                 continue
-            if wire == "int8":
+            if comm.startswith("int8"):
                 _require_quantisable(param_group)
-            setattr(info, f"{kind}_process_group", group_with_wire(group, Wire(wire, everywhere)))
+            setattr(info, f"{kind}_process_group", wired)
             used += [kind] if kind not in used else []
     return used
 
