@@ -69,6 +69,7 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
     if wire in WIRES:
         wired = use_wire(param_groups, comm)
         if "shard" in wired:
+            _gather_ahead(param_groups)
             _say(asked, asked, f"the {' and the '.join(wired)} group of this rank {ON_LINK[wire]}")
             return
         if only_between_hosts or wire == "int8":
@@ -82,6 +83,7 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
             _require_shareable(each, len(param_groups))
         group = SharedGroup.join(param_group.mesh_info.shard_process_group)
     except NotShared as reason:
+        _gather_ahead(param_groups)
         _say(asked, "torch", f"{also}{reason}")
         return
     why = f"the {group.size} ranks of the shard group share the memory of one host"
@@ -105,6 +107,14 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
         module.set_custom_reduce_scatter(FP32AccumulateReduceScatter(group, param_group.mp_policy.param_dtype))
     else:
         module.set_custom_reduce_scatter(SharedReduceScatter(group))
+
+
+def _gather_ahead(param_groups: list[Any]) -> None:
+    """Lets what FSDP gathers ahead in backward be on its way while the CPU computes; else each gather, also one ahead,
+    holds it up. (Other devices have streams for that.)"""
+    for param_group in param_groups:
+        if param_group.device.type == "cpu":
+            param_group.unshard_async_op = True
 
 
 def _require_shareable(param_group: Any, number: int) -> None:

@@ -224,6 +224,9 @@ def _train(comm, degree):
             fully_shard(module, mesh=mesh, comm=comm)
     finally:
         del os.environ["FSDP_TP_HOST"]
+    (first_layer,) = model[0]._get_fsdp_state()._fsdp_param_groups
+    in_place = degree == 2 and comm != "int8"
+    assert first_layer.unshard_async_op == (comm != "torch" and not in_place)  # the link works while the CPU computes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
