@@ -230,7 +230,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 f"{row['link_bytes'] / 1e6:.1f} MB ({LEAST_BYTES[layout] / 1e6:.1f}), {row['link_ms']:.0f} ms",
                 f"{row['median_ms'] / row['link_ms']:.2f}", f"{row['cpu_ms']:.0f} ms",
             )  # fmt: skip
-    console = Console(width=130)
+    console = Console(width=140)
     console.print(f"{BLOCKS} MLP blocks of width {WIDTH}, fp32, SGD, batch {BATCH} a rank, 2 hosts x 2 ranks, {RATE}")
     console.print(table)
 
