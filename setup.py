@@ -107,7 +107,7 @@ setup(
         for name in ("libfsdp_tp_shm", "fsdp_tp_torch", "libfsdp_tp_cuda")
     ],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "safetensors", "tyro"],
+    install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "safetensors", "tyro", "xxhash"],
     extras_require={
         "hf": ["transformers"],
         "data": ["torchdata", "datasets"],

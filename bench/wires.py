@@ -28,6 +28,7 @@ VARIANTS = {"exact": "auto", "bf16 sums": "fp32_accumulate:hosts", "int8": "int8
 COLORS = {"exact": "#000000", "bf16 sums": "#0072b2", "int8": "#d55e00"}
 DASHES: dict[str, Any] = {"exact": "-", "bf16 sums": (0, (5, 2)), "int8": (0, (1, 1))}
 LAST = 10
+PARAMETERS = "3.1 M"  # of this job
 JOB = (
     "-m fsdp_tp.train --hidden-size 256 --intermediate-size 704 --num-layers 4 --global-batch-size 16 "
     "--measure-communication-every 0"
@@ -76,7 +77,7 @@ def show(rows: list[dict[str, Any]], steps: int) -> None:
         gaps = [f"{row[name]:.1e}" if row["variant"] != "exact" else "" for name in ("largest_gap", "end_gap")]
         table.add_row(row["variant"], gaps[0], f"{row['end']:.4f}", gaps[1])
     console = Console(width=120)
-    console.print(f"Llama of 3.1 M parameters, fp32, AdamW, {steps} steps, fully sharded over 2 hosts x 2 ranks")
+    console.print(f"Llama of {PARAMETERS} parameters, fp32, AdamW, {steps} steps, fully sharded over 2 hosts x 2 ranks")
     console.print(table)
 
 

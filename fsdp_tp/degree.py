@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_tp.comm.choose import communicates_in_place
+from fsdp_tp.comm.choose import check_comm, communicates_in_place
 from fsdp_tp.comm.wires import with_wire
 from fsdp_tp.config import MeshShape, ParallelConfig, divisors
 from fsdp_tp.mesh import ParallelMesh, build_mesh
@@ -30,8 +30,8 @@ from fsdp_tp.modules import find_blocks
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _SMALL, _LARGE = 64 << 10, 4 << 20  # bytes
-_ROUNDS = 3
-_AS_FAST = 1.1  # times the fastest; two degrees that send the same bytes were measured 7 % apart
+_ROUNDS = 5
+_AS_FAST = 1.1  # times the fastest; two degrees that send the same bytes were measured 5 to 7 % apart
 _STATE_BYTES = 16  # a parameter in fp32, its gradient, and two moments of Adam
 
 
@@ -94,8 +94,9 @@ def measure(
         memory_bytes: what a rank has; by default what is free now, the least over the ranks.
 
     Raises:
-        ValueError: no degree is legal.
+        ValueError: no degree is legal, or no such ``comm``.
     """
+    check_comm(comm)
     shape = replace(parallel, hybrid_shard_degree=0)
     mesh = build_mesh(shape, timeout=timeout)
     data = mesh.shape.replicate * mesh.shape.shard * mesh.shape.context
@@ -135,10 +136,14 @@ def describe(candidates: Sequence[Candidate], chosen: Candidate) -> str:
         if not each.fits:
             note = "  does not fit" + (", but nothing does" if each is chosen else "")
         times = (each.gather_seconds, each.reduce_seconds, each.seconds)
-        gather, reduce, total = (f"{1e3 * seconds:.0f} ms" for seconds in times)
+        gather, reduce, total = (_milliseconds(seconds) for seconds in times)
         memory = f"{each.memory_bytes / 2**20:,.0f} MiB"
         lines.append(f"{each.degree:>19}{gather:>9}{reduce:>12}{total:>8}{memory:>15}{note}")
     return "\n".join(lines)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _candidate(
@@ -151,7 +156,8 @@ def _candidate(
     memory: int,
 ) -> Candidate:
     axes = [mesh.shard.get_group(), mesh.device_mesh["replicate"].get_group()]
-    shard, replicate = (with_wire(group, comm) for group in axes)
+    # Wires are on CPUs.
+    shard, replicate = (with_wire(group, comm) if mesh.device.type == "cpu" else group for group in axes)
     in_place = communicates_in_place(axes[0], comm)
     gather = _timing(mesh, "barrier" if in_place else "all_gather", shard, param_dtype)
     scatter, reduce = _timing(mesh, "reduce_scatter", shard), _timing(mesh, "all_reduce", replicate)

@@ -96,17 +96,24 @@ def _measures_a_wire():
     os.environ["FSDP_TP_HOST"] = "aabb"[dist.get_rank()]
     wires = set()
     originals = {name: getattr(degree, name) for name in ("_all_gather", "_reduce_scatter")}
+    all_reduce = dist.all_reduce
 
     def record(name, out, tensor, group):
         wires.add((name, group.size(), "wire" in group.group_desc))
         return originals[name](out, tensor, group=group)
 
+    def record_sum(tensor, group):
+        wires.add(("all_reduce", group.size(), "wire" in group.group_desc))
+        return all_reduce(tensor, group=group)
+
+    dist.all_reduce = record_sum
     try:
         for name in originals:
             setattr(degree, name, partial(record, name))
         for _ in range(2):  # the wire of the world's group outlives the first
             degree.measure(ParallelConfig(), [Unit(1 << 10, True)], comm="int8:hosts", param_dtype=torch.bfloat16)
     finally:
+        dist.all_reduce = all_reduce
         for name, call in originals.items():
             setattr(degree, name, call)
         del os.environ["FSDP_TP_HOST"]
@@ -116,7 +123,15 @@ def _measures_a_wire():
 def test_a_wire_is_measured_where_it_will_be_used():
     for found in run(4, _measures_a_wire):
         # Two ranks share memory, so gathers there are not timed.
-        assert found == {("_reduce_scatter", 2, False), ("_reduce_scatter", 4, True), ("_all_gather", 4, True)}
+        assert found == {
+            ("_reduce_scatter", 2, False), ("_reduce_scatter", 4, True), ("_all_gather", 4, True),
+            ("all_reduce", 2, True), ("all_reduce", 4, True),
+        }  # fmt: skip
+
+
+def test_a_strategy_that_does_not_exist_is_refused(one_process):
+    with pytest.raises(ValueError, match="comm='int8:host' must be one of"):
+        degree.measure(ParallelConfig(), [], comm="int8:host")
 
 
 def _crossing(hosts, **degrees):

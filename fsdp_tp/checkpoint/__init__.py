@@ -1,38 +1,45 @@
-"""Checkpoints of a sharded model and its optimizer: written in parallel, complete or not there.
+"""Checkpoints of a sharded model and its optimizer: from any layout to any, complete or not there.
 
-A checkpoint is a directory: torch distributed checkpoint's files, in global shapes and plain
-names, and ``extra.json``. It is written under a temporary name and renamed when complete.
+A checkpoint is a directory of safetensors files, a few for each rank that wrote it, and ``manifest.json``. Tensors have
+the global shapes, names and order of the model in one process, and no trace of the layout. It is written under a
+temporary name and renamed when it is complete and on the disk. Reading one executes nothing.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+import torch.distributed as dist
+from torch import nn
 
 from fsdp_tp.checkpoint.full import load_full_state_dict
+from fsdp_tp.checkpoint.load import complete_checkpoints, find_problems, read_manifest, read_tensors
+from fsdp_tp.checkpoint.manifest import Damaged, Manifest
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
-from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore, whole_shape, without_values
+from fsdp_tp.checkpoint.save import Content, Saving, save_in_background, save_now
+from fsdp_tp.checkpoint.state import (
+    OPTIMIZER,
+    describe_layout,
+    load_model,
+    load_optimizer,
+    model_state,
+    optimizer_state,
+    optimizer_targets,
+    random_state,
+    set_random_state,
+)
+from fsdp_tp.layers.canonical import without_values
 
-__all__ = ["latest", "load", "load_full_state_dict", "read_extra", "save"]
+__all__ = ["Damaged", "Saving", "async_save", "latest", "load", "load_full_state_dict", "read_extra", "save", "wait"]
 
-_EXTRA = "extra.json"
-# An entry is "state.<parameter name>.exp_avg", whatever the order of parameters.
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+logger = logging.getLogger("fsdp_tp")
+
+# The save in the background whose outcome nobody has asked for yet, or whose buffers the next can use.
+_last: Saving | None = None
 
 
 def save(
@@ -40,64 +47,111 @@ def save(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
     extra: dict[str, Any] | None = None,
+    keep_last: int | None = None,
 ) -> None:
-    """Writes a checkpoint to the new directory ``path``; every rank must call it.
+    """Writes a checkpoint to the new directory ``path``; every rank must call it, and it is complete on return.
+
+    Each rank writes the part of each tensor that it has, replicas take turns.
 
     Args:
         path: on a file system that all ranks share. Its name should end in a step number
             (``step-100``) for :func:`latest` to find it.
-        model, optimizer: any layout; tensors are stored with their global shapes.
-        extra: JSON-serialisable; rank 0's is stored.
+        model, optimizer: any layout; tensors are stored with their global shapes and dtypes. Tensors that are no
+            DTensors are taken for equal on all ranks.
+        scheduler: anything whose ``state_dict()`` JSON can hold.
+        extra: JSON-serialisable; rank 0's is stored. The states of random generators are stored without being asked.
+        keep_last: afterwards, of the complete checkpoints beside it whose names differ in the number only, this many
+            stay.
 
     Raises:
         ValueError: ``path`` exists already: nothing saved is overwritten.
+        OSError: on every rank: it could not be written. What was saved before is as it was.
     """
-    final = Path(path)
-    temporary = final.with_name(f".{final.name}.incomplete")
+    wait()
+    save_now(Path(path), _content(model, optimizer, scheduler, extra), _checked(keep_last))
 
-    def prepare() -> None:
-        json.dumps(extra)  # fails now rather than after the tensors are written
-        if final.exists():
-            raise ValueError(f"checkpoint path {final} exists already; save to a new one or remove it")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
 
-    def complete() -> None:
-        (temporary / _EXTRA).write_text(json.dumps(extra or {}))
-        for file in temporary.iterdir():
-            _fsync(file)
-        temporary.rename(final)
-        _fsync(final.parent)
+def async_save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: dict[str, Any] | None = None,
+    keep_last: int | None = None,
+) -> Saving:
+    """As :func:`save`, but returns as soon as this rank's parts are copied to memory of the host, and writes them in
+    the background; every rank must call it.
 
-    on_rank_0(prepare)
-    dcp.save(_state(model, optimizer), checkpoint_id=temporary)
-    on_rank_0(complete)
+    While an earlier one is still being written it waits for that. The copies (as large as what this rank writes;
+    pinned on CUDA) are kept for the next. A process that ends waits for its save.
+
+    Returns:
+        The save, whose ``wait()`` returns when the checkpoint is complete.
+
+    Raises:
+        ValueError: as :func:`save`.
+        OSError: the *earlier* save has failed; this one has not begun. A failure of this one is raised by its
+            ``wait()``, or by the next call of :func:`async_save`, :func:`save`, :func:`load` or :func:`wait`.
+    """
+    global _last
+    wait()
+    content = _content(model, optimizer, scheduler, extra)
+    buffers = _last.buffers if _last is not None else {}
+    _last = save_in_background(Path(path), content, _checked(keep_last), buffers)
+    return _last
+
+
+def wait() -> None:
+    """For the save in the background, if there is one; every rank must call it. Raises its OSError, once."""
+    if _last is not None:
+        _last.wait()
 
 
 def load(
-    path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint into ``model`` and ``optimizer``, in place; every rank must call it.
 
-    The layout may differ from the one that saved it.
+    The layout may differ from the one that saved it; each rank reads what it needs and no more. In a world of as many
+    ranks, random generators go on where they were.
+
+    Args:
+        scheduler: its ``load_state_dict`` gets what was saved of one.
 
     Returns:
         What was given to :func:`save` as ``extra``.
 
     Raises:
-        ValueError: ``path`` is not a complete checkpoint.
+        ValueError: on every rank: ``path`` is not a complete checkpoint, or not one of this model; parameters,
+            buffers or shapes that differ are listed.
     """
+    wait()
     path = Path(path)
-    extra = read_extra(path)
+    manifest = read_manifest(path)
     with without_values():  # all of them come from the checkpoint
-        state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
+        tensors, aliases = model_state(model)
+    _require_same_names(path, manifest, {*tensors, *aliases})
+    targets = dict(tensors)
     if optimizer is not None:
-        stored = _convert(model, state["optimizer"], as_stored=True)
-        set_optimizer_state_dict(model, optimizer, stored, options=_BY_NAME)
-    return extra
+        targets.update(optimizer_targets(model, optimizer, manifest))
+    count = read_tensors(path, manifest, targets)
+    logger.info("%s: this rank read %s bytes of %s", path, count, sum(file.size for file in manifest.files.values()))
+    load_model(model, tensors, aliases)
+    if optimizer is not None:
+        read = {name: tensor for name, tensor in targets.items() if name.startswith(OPTIMIZER)}
+        load_optimizer(model, optimizer, read, manifest.values["groups"])
+    if scheduler is not None:
+        scheduler.load_state_dict(manifest.values["scheduler"])
+    if len(states := manifest.values["random"]) == (dist.get_world_size() if dist.is_initialized() else 1):
+        set_random_state(states[dist.get_rank() if dist.is_initialized() else 0])
+    return manifest.extra
 
 
 def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -106,77 +160,48 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: ``path`` is not a complete checkpoint.
     """
-    path = Path(path)
-
-    def read() -> dict[str, Any]:
-        if not _is_complete(path):
-            raise ValueError(f"{path} is not a complete checkpoint: it has no {_EXTRA} or no .metadata file")
-        found: dict[str, Any] = json.loads((path / _EXTRA).read_text())
-        return found
-
-    return on_rank_0(read)
+    return read_manifest(Path(path)).extra
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in ``directory`` whose name ends in the highest number, or None.
+def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
+    """The newest complete checkpoint in ``directory``, by the number at the end of its name, or None.
 
-    Every rank must call it; all get what rank 0 sees.
+    Every rank must call it; all get the same. A damaged one is passed over for the one before, with a warning that
+    names the file.
+
+    Args:
+        verify: reads all files of a checkpoint and compares sizes and digests, each rank its share of them. Without
+            it whatever has a manifest counts.
     """
-
-    def find() -> Path | None:
-        if not Path(directory).is_dir():
-            return None
-        numbered = [
-            (int(match.group(1)), path)
-            for path in Path(directory).iterdir()
-            if (match := re.search(r"(\d+)$", path.name)) and not path.name.startswith(".") and _is_complete(path)
-        ]
-        return max(numbered)[1] if numbered else None
-
-    return on_rank_0(find)
+    for path in on_rank_0(lambda: complete_checkpoints(Path(directory))):
+        problems = find_problems(path) if verify else []
+        if not problems:
+            return path
+        logger.warning("%s is passed over: %s", path, "; ".join(problems))
+    return None
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+def _content(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: dict[str, Any] | None
+) -> Content:
+    tensors, aliases = model_state(model)
+    values: dict[str, Any] = {}
     if optimizer is not None:
-        stored = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
-        state["optimizer"] = _convert(model, stored, as_stored=False)
-    return state
+        of_optimizer, values["groups"] = optimizer_state(model, optimizer)
+        tensors = {**tensors, **of_optimizer}
+    if scheduler is not None:
+        values["scheduler"] = scheduler.state_dict()
+    return Content(extra or {}, describe_layout(tensors), tensors, aliases, values, random_state())
 
 
-def _convert(model: nn.Module, state: dict[str, Any], *, as_stored: bool) -> dict[str, Any]:
-    """An optimizer's state between the order in which some parameters are stored and that of one process, which
-    a model's own state dict has already (:mod:`fsdp_tp.layers.canonical`).
-
-    Raises:
-        ValueError: an entry holds something for every stored row, but has not the parameter's shape.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    converted = dict(state)
-    for name, (split, dim) in arranged_parameters(model).items():
-        like = parameters[name]
-        before = whole_shape(like, (split, dim)) if as_stored else like.shape
-        for entry, value in state.items():
-            if not entry.startswith(f"state.{name}.") or not isinstance(value, Tensor):
-                continue
-            if value.shape == before:
-                converted[entry] = arrange(value, split, dim, like) if as_stored else restore(value, split, dim)
-            elif before[dim] in value.shape:
-                raise ValueError(
-                    f"{entry} has the shape {tuple(value.shape)}, {name} has {tuple(like.shape)} and is stored in "
-                    f"another order along dim={dim}: of the optimizer's state only tensors of the parameter's own "
-                    "shape, or without that dim, can be saved and loaded in any layout (factored state cannot)"
-                )
-    return converted
+def _checked(keep_last: int | None) -> int | None:
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} must be at least 1; None keeps all")
+    return keep_last
 
 
-def _is_complete(path: Path) -> bool:
-    return (path / _EXTRA).is_file() and (path / ".metadata").is_file()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _require_same_names(path: Path, manifest: Manifest, here: set[str]) -> None:
+    stored = {name for name in (*manifest.tensors, *manifest.aliases) if not name.startswith(OPTIMIZER)}
+    problems = {"missing": sorted(here - stored), "unexpected": sorted(stored - here)}
+    if parts := [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]:
+        raise ValueError(f"{path} is not a checkpoint of this model; {'; '.join(parts)}")

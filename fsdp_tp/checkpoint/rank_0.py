@@ -1,4 +1,4 @@
-"""What one rank does for all: files that it alone writes or reads."""
+"""What one rank does for all, and what fails on one and must fail on all."""
 
 from __future__ import annotations
 
@@ -26,3 +26,24 @@ def on_rank_0(function: Callable[[], Result]) -> Result:
         raise outcome[1]
     result: Result = outcome[0]
     return result
+
+
+def from_all_ranks(value: Result) -> list[Result]:
+    """The ``value`` of every rank, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_success(what: str, error: Exception | None) -> None:
+    """Raises, on every rank, if this or another rank has failed; every rank must call it."""
+    errors = from_all_ranks(error)
+    failed = [(rank, each) for rank, each in enumerate(errors) if each is not None]
+    if failed:
+        rank, first = failed[0]
+        kind = ValueError if isinstance(first, ValueError) else OSError
+        also = f" ({len(failed)} of {len(errors)} ranks failed)" if len(failed) > 1 else ""
+        where = f"rank {rank}: " if len(errors) > 1 else ""
+        raise kind(f"{what}: {where}{first}{also}") from error

@@ -8,6 +8,7 @@ Groups whose ranks cannot share memory with the others of their host run on gloo
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import logging
@@ -36,6 +37,7 @@ def register() -> None:
     """Makes the backend known to torch; does nothing where it is known or unavailable."""
     if unavailable() is None and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        atexit.register(_native().shutdown_all)
 
 
 def cpu_backend() -> str:

@@ -63,10 +63,12 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
             return
         comm, also = "auto", f"{obstacle}; "
     wire, _, only_between_hosts = comm.partition(":")
-    if wire in WIRES and (reason := unavailable()):
-        _say(asked, "torch", reason)
-        return
+    wired: list[str] = []
     if wire in WIRES:
+        device = param_group.device.type
+        if reason := unavailable() if device == "cpu" else f"the parameters are on {device}, where no wire is":
+            _say(asked, "torch", reason)
+            return
         wired = use_wire(param_groups, comm)
         if "shard" in wired:
             _gather_ahead(param_groups)
@@ -75,7 +77,10 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
         if only_between_hosts or wire == "int8":
             comm = "auto"
             if wired:
-                _say(asked, asked, f"the replicate group of this rank {ON_LINK[wire]}; its shard group is on one host")
+                alone = (
+                    "has no other" if param_groups[0].mesh_info.shard_process_group.size() == 1 else "is on one host"
+                )
+                _say(asked, asked, f"the replicate group of this rank {ON_LINK[wire]}; its shard group {alone}")
             else:
                 _say(asked, "auto", "no group of this rank spans hosts")
     try:
@@ -84,7 +89,8 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
         group = SharedGroup.join(param_group.mesh_info.shard_process_group)
     except NotShared as reason:
         _gather_ahead(param_groups)
-        _say(asked, "torch", f"{also}{reason}")
+        if not wired:
+            _say(asked, "torch", f"{also}{reason}")
         return
     why = f"the {group.size} ranks of the shard group share the memory of one host"
     chosen = "zero_copy" if comm == "auto" else comm

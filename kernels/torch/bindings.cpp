@@ -3,6 +3,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <mutex>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "torch/backend.h"
@@ -53,12 +54,35 @@ class Segment {
   fsdp_tp_segment* segment_;
 };
 
+// Of this process. Python ends with their worker threads still at work, and one that lets go of a tensor then is killed
+// while it waits for the interpreter, which ends the process with an abort.
+std::mutex backends_mutex;
+std::vector<c10::weak_intrusive_ptr<ShmBackend>> backends;
+
+void remember(const c10::intrusive_ptr<ShmBackend>& backend) {
+  std::lock_guard lock(backends_mutex);
+  std::erase_if(backends, [](const auto& each) { return each.expired(); });
+  backends.emplace_back(backend);
+}
+
+void shutdown_all() {
+  std::vector<c10::intrusive_ptr<ShmBackend>> alive;
+  {
+    std::lock_guard lock(backends_mutex);
+    for (const auto& each : backends) {
+      if (auto backend = each.lock()) alive.push_back(std::move(backend));
+    }
+  }
+  for (const auto& each : alive) each->shutdown();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(fsdp_tp_torch, module) {
   py::module_::import("torch.distributed");  // makes the classes known that are named below
   module.attr("torch_version") = FSDP_TP_TORCH_VERSION;
   module.def("host", &host);
+  module.def("shutdown_all", &shutdown_all, py::call_guard<py::gil_scoped_release>());
   py::class_<Segment>(module, "Segment")
       .def_static("create", &Segment::create, py::arg("size"), py::arg("named"))
       .def_static("attach", &Segment::attach, py::arg("handle"))
@@ -68,8 +92,11 @@ PYBIND11_MODULE(fsdp_tp_torch, module) {
       .def(py::init([](Segment* segment, c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                        std::vector<std::vector<int>> hosts, int wire, std::vector<int> world_ranks) {
              py::gil_scoped_release released;  // joining waits for the other ranks
-             return c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank, size,
-                                                    timeout, std::move(hosts), wire, std::move(world_ranks));
+             auto backend =
+                 c10::make_intrusive<ShmBackend>(segment ? segment->release() : nullptr, shared(store), rank, size,
+                                                 timeout, std::move(hosts), wire, std::move(world_ranks));
+             remember(backend);
+             return backend;
            }),
            py::arg("segment"), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("hosts"),
            py::arg("wire"), py::arg("world_ranks"))

@@ -116,7 +116,7 @@ Hierarchy::Hierarchy(fsdp_tp_segment* segment, std::vector<std::vector<int>> hos
 
 template <typename Body>
 void Hierarchy::run(const char* operation, const std::string& arguments, Body body) {
-  Link link(*gloo_, operation, timeout_, world_ranks_);
+  Link link(*gloo_, interrupt_, operation, timeout_, world_ranks_);
   const auto give_up = [this](const std::string& reason) {
     stages_.clear();  // with the transfers in them
     local_.abort(reason);
@@ -410,7 +410,10 @@ void Hierarchy::set_timeout(std::chrono::milliseconds timeout) {
   local_.set_timeout(patience(timeout));
 }
 
-void Hierarchy::abort(const std::string& reason) { local_.abort(reason); }
+void Hierarchy::abort(const std::string& reason) {
+  local_.abort(reason);
+  interrupt_.raise();
+}
 
 void Hierarchy::leave() { local_.leave(); }
 

@@ -87,6 +87,7 @@ class Hierarchy : public Group {
   Group local_;   // its ranks
   const std::shared_ptr<Gloo> gloo_;
   const int wire_;
+  Interrupt interrupt_;
   const std::vector<int> world_ranks_;  // of the group's ranks, for errors
   std::chrono::milliseconds timeout_;
   std::vector<Stage> stages_;

@@ -15,6 +15,29 @@ std::vector<at::Tensor> as_tensor(void* data, size_t bytes) {
 
 }  // namespace
 
+void Interrupt::raise() {
+  std::lock_guard lock(mutex_);
+  raised_ = true;
+  if (waited_for_) waited_for_->abort();
+}
+
+bool Interrupt::wait(c10d::Work& work, std::chrono::milliseconds timeout) {
+  const auto set = [this](c10d::Work* waited_for) {
+    std::lock_guard lock(mutex_);
+    waited_for_ = waited_for;
+    return !raised_;
+  };
+  if (!set(&work)) return false;
+  try {
+    const bool arrived = work.wait(timeout);
+    set(nullptr);
+    return arrived;
+  } catch (...) {
+    set(nullptr);
+    throw;
+  }
+}
+
 Link::Transfer Link::send(const void* data, size_t bytes, int to) {
   if (bytes == 0) return {to, {}};
   try {
@@ -37,11 +60,13 @@ Link::Transfer Link::receive(void* data, size_t bytes, int from) {
 
 void Link::wait(Transfer& transfer) {
   if (!transfer.work) return;
+  bool arrived = false;
   try {
-    transfer.work->wait(timeout_);
+    arrived = interrupt_.wait(*transfer.work, timeout_);
   } catch (const std::exception& why) {
     fail(transfer.peer, why);
   }
+  TORCH_CHECK_WITH(DistBackendError, arrived, operation_, ": the process group was destroyed or aborted");
   transfer.work.reset();
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -11,12 +12,30 @@
 
 namespace fsdp_tp {
 
+// Ends the wait of another thread, and all that come later.
+class Interrupt {
+ public:
+  void raise();
+  // False if it ended before the transfer did.
+  bool wait(c10d::Work& work, std::chrono::milliseconds timeout);
+
+ private:
+  std::mutex mutex_;
+  c10d::Work* waited_for_ = nullptr;
+  bool raised_ = false;
+};
+
 // The transfers of one collective. Those that are under way when it fails are given up with it.
 class Link {
  public:
   // `operation` is for errors, and so are the ranks of the world that the group's ranks are.
-  Link(Gloo& gloo, std::string operation, std::chrono::milliseconds timeout, const std::vector<int>& world_ranks)
-      : gloo_(gloo), operation_(std::move(operation)), timeout_(timeout), world_ranks_(world_ranks) {}
+  Link(Gloo& gloo, Interrupt& interrupt, std::string operation, std::chrono::milliseconds timeout,
+       const std::vector<int>& world_ranks)
+      : gloo_(gloo),
+        interrupt_(interrupt),
+        operation_(std::move(operation)),
+        timeout_(timeout),
+        world_ranks_(world_ranks) {}
 
   struct Transfer {
     int peer = -1;
@@ -34,6 +53,7 @@ class Link {
   [[noreturn]] void fail(int peer, const std::exception& why) const;
 
   Gloo& gloo_;
+  Interrupt& interrupt_;
   const std::string operation_;
   const std::chrono::milliseconds timeout_;
   const std::vector<int>& world_ranks_;

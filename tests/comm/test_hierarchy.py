@@ -6,6 +6,8 @@ If these fail and test_backend passes, look at kernels/torch/hierarchy.cpp.
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -308,3 +310,37 @@ def test_all_ranks_are_told_of_one_that_ended_or_stopped(how):
         # Rank 1 has its partner there, 2 its neighbour; 0 may hear of them, or of the ranks that then give up.
         assert re.search(r"rank [0-3]\b", message), (rank, message)
         assert took < 8, (rank, took, message)  # no wait for those that have given up
+
+
+_LEAVES_EARLY = """
+import os, sys, time
+import torch, torch.distributed as dist
+from fsdp_tp.comm.backend import NAME, register
+
+rank, store, done = int(sys.argv[1]), *sys.argv[2:]
+os.environ["FSDP_TP_HOST"] = f"host {rank}"
+register()
+dist.init_process_group(NAME, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+dist.barrier()
+if rank == 0:
+    dist.all_gather_into_tensor(torch.empty(2_000_000), torch.ones(1_000_000), async_op=True)
+    time.sleep(0.2)  # the worker is at it
+else:
+    while not os.path.exists(done):
+        time.sleep(0.02)
+"""
+
+
+def test_a_process_ends_though_a_peer_on_another_host_never_answers(tmp_path):
+    """And not by an abort: a worker that lets go of a tensor while Python ends would be killed."""
+    command = [sys.executable, "-c", _LEAVES_EARLY]
+    store, done = tmp_path / "store", tmp_path / "done"
+    leaving, waiting = (subprocess.Popen([*command, str(rank), str(store), str(done)]) for rank in range(2))
+    try:
+        assert leaving.wait(60) == 0
+        done.touch()
+        assert waiting.wait(60) == 0
+    finally:
+        for process in (leaving, waiting):
+            process.kill()
+            process.wait()

@@ -94,9 +94,9 @@ def test_deterministic_runs_are_equal_to_the_last_bit(tmp_path, text):
         everyone = run(4, _train_deterministically, ["--data", text, "--output", output, *EIGHT, "--precision", "bf16"])
         assert all(enabled for _, enabled in everyone)
         curves.append([(line["loss"], line["gradient_norm"]) for line in everyone[0][0]])
-        states.append({file.name: file.read_bytes() for file in sorted((output / "step-6").glob("*.distcp"))})
+        states.append({file.name: file.read_bytes() for file in sorted((output / "step-6").glob("*.safetensors"))})
     assert curves[0] == curves[1]
-    assert len(states[0]) == 4
+    assert len(states[0]) == 8  # every rank writes of both
     assert states[0] == states[1]
 
 
@@ -136,7 +136,7 @@ def test_a_resume_with_another_batch_size_reads_on_where_the_data_was_left(tmp_p
     arguments = ["--data", text, "--output", tmp_path / "run"]
     _losses(1, *arguments, "--stop-after", 3)
     _losses(1, *arguments, "--stop-after", 4, "--global-batch-size", 16)
-    saved = json.loads((tmp_path / "run" / "step-4" / "extra.json").read_text())
+    saved = json.loads((tmp_path / "run" / "step-4" / "manifest.json").read_text())["extra"]
     assert saved["data"]["_index_sampler_state"]["position"] == 3 * 8 + 16
 
 
@@ -267,7 +267,7 @@ def test_the_command_stops_cleanly_on_sigterm(tmp_path, text):
     assert "stopped by SIGTERM after step" in printed
     saved = checkpoint.latest(output)
     assert saved is not None
-    assert json.loads((saved / "extra.json").read_text())["step"] == int(saved.name.removeprefix("step-"))
+    assert json.loads((saved / "manifest.json").read_text())["extra"]["step"] == int(saved.name.removeprefix("step-"))
 
 
 def test_a_wrong_setting_is_a_sentence_in_the_commands_output(tmp_path, text):
