@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.hosts import BLOCKS, PARAMETER_BYTES, make_trainer, measure
 from bench.namespaces import Namespaces, run_job, unavailable
 
-RATES = ("100mbit", "1gbit", "10gbit")
+RATES = ("100mbit", "300mbit", "1gbit", "3gbit", "10gbit")
 TOLERANCE = 1.05
 
 

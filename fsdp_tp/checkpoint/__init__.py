@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_tp.checkpoint.full import load_full_state_dict
-from fsdp_tp.checkpoint.load import complete_checkpoints, find_problems, read_manifest, read_tensors
 from fsdp_tp.checkpoint.manifest import Damaged, Manifest
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
-from fsdp_tp.checkpoint.save import Content, Saving, save_in_background, save_now
+from fsdp_tp.checkpoint.reading import complete_checkpoints, find_problems, read_manifest, read_tensors
 from fsdp_tp.checkpoint.state import (
     OPTIMIZER,
     describe_layout,
@@ -32,6 +31,7 @@ from fsdp_tp.checkpoint.state import (
     random_state,
     set_random_state,
 )
+from fsdp_tp.checkpoint.writing import Content, Saving, save_in_background, save_now
 from fsdp_tp.layers.canonical import without_values
 
 __all__ = ["Damaged", "Saving", "async_save", "latest", "load", "load_full_state_dict", "read_extra", "save", "wait"]

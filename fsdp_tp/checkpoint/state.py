@@ -34,7 +34,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         ValueError: an entry is no tensor.
     """
-    state: dict[str, Any] = get_model_state_dict(model)  # type: ignore[assignment]
+    state: dict[str, Any] = get_model_state_dict(model)
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} in the model's state dict is a {type(tensor).__name__}, not a tensor")

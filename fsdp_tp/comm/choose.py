@@ -77,10 +77,9 @@ def _use(module: Any, param_groups: list[Any], comm: str) -> None:
         if only_between_hosts or wire == "int8":
             comm = "auto"
             if wired:
-                alone = (
-                    "has no other" if param_groups[0].mesh_info.shard_process_group.size() == 1 else "is on one host"
-                )
-                _say(asked, asked, f"the replicate group of this rank {ON_LINK[wire]}; its shard group {alone}")
+                ranks = param_group.mesh_info.shard_process_group.size()
+                where = "is this rank" if ranks == 1 else "is on one host"
+                _say(asked, asked, f"the replicate group of this rank {ON_LINK[wire]}; its shard group {where}")
             else:
                 _say(asked, "auto", "no group of this rank spans hosts")
     try:

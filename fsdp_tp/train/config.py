@@ -112,6 +112,11 @@ class TrainConfig:
     """Checkpoints, metrics and the configuration of the run. All ranks must share it."""
     save_every: int = 0
     """Steps between checkpoints; one is always written at the end. 0: at the end only."""
+    save_in_background: bool = True
+    """Train on while a checkpoint is written; takes memory for a copy of each rank's part of it. The last one is always
+    waited for."""
+    keep_last: int = 0
+    """Checkpoints that stay, the newest ones; 0: all."""
     stop_after: int = 0
     """Step after which to stop, with a checkpoint, though the schedule goes on; 0: do not."""
     resume: bool = True

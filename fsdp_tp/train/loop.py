@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import time
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_tp
 from fsdp_tp import checkpoint, degree
+from fsdp_tp.checkpoint.rank_0 import on_rank_0
 from fsdp_tp.config import ParallelConfig
 from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.mesh import ParallelMesh
@@ -181,8 +183,8 @@ def run(config: TrainConfig, job: Job) -> None:
                     "data": job.loader.state_dict(),
                     "config": configuration.to_json(config),
                 }
-                checkpoint.save(path, model=job.model, optimizer=job.optimizer, extra=extra)
-                reporter.say(f"saved {path}")
+                _save(path, job, extra, config, wait=last or not config.save_in_background)
+                reporter.say(f"{'saved' if last or not config.save_in_background else 'saving'} {path}")
             if stopping:
                 reporter.say(f"stopped by SIGTERM after step {step}; run the same command again to continue")
             if last:
@@ -269,6 +271,19 @@ def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
             "or remove it"
         )
     return found
+
+
+def _save(path: Path, job: Job, extra: dict[str, Any], config: TrainConfig, *, wait: bool) -> None:
+    on_rank_0(lambda: _set_aside(path))
+    how = checkpoint.save if wait else checkpoint.async_save
+    how(path, model=job.model, optimizer=job.optimizer, extra=extra, keep_last=config.keep_last or None)
+
+
+def _set_aside(path: Path) -> None:
+    """What has this step's name is a damaged checkpoint that the resume passed over: else the step was done."""
+    if path.exists():
+        aside = (path.with_name(f"{path.name}.damaged-{number}.old") for number in itertools.count(1))
+        path.rename(next(each for each in aside if not each.exists()))
 
 
 def _saved_config(path: Path) -> dict[str, Any]:

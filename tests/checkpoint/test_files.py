@@ -1,5 +1,5 @@
 """What a checkpoint's files hold, who writes and reads them, and what happens if they are damaged. If these fail,
-look in fsdp_tp/checkpoint: save.py, load.py, manifest.py, files.py."""
+look in fsdp_tp/checkpoint: writing.py, reading.py, manifest.py, files.py."""
 
 from __future__ import annotations
 

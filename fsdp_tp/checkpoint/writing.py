@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fsdp_tp.checkpoint.chunks import Box, box_of, is_written_here, local_of
 from fsdp_tp.checkpoint.files import dtype_name, sync, write_tensors, write_text
-from fsdp_tp.checkpoint.load import complete_checkpoints
 from fsdp_tp.checkpoint.manifest import Chunk, File, Manifest, Stored
 from fsdp_tp.checkpoint.rank_0 import from_all_ranks, on_rank_0, require_success
+from fsdp_tp.checkpoint.reading import complete_checkpoints
 from fsdp_tp.checkpoint.state import OPTIMIZER
 
 logger = logging.getLogger("fsdp_tp")
@@ -236,7 +236,12 @@ def _complete(temporary: Path, final: Path, content: Content, reports: list[Repo
         path.unlink(missing_ok=True)
     Manifest(content.extra, content.layout, files, tensors, content.aliases, values).write(temporary)
     sync(temporary)
-    temporary.rename(final)
+    try:
+        temporary.rename(final)
+    except OSError as error:
+        if not final.exists():
+            raise
+        raise ValueError(f"{final} exists already: somebody else has saved there meanwhile") from error
     sync(final.parent)
     if keep_last is not None:
         _remove_old(final.parent, final, keep_last)

@@ -1,0 +1,241 @@
+"""Saves in the background, and saves that fail. If these fail, look in fsdp_tp/checkpoint/writing.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_tp
+from fsdp_tp import checkpoint
+from fsdp_tp.checkpoint import writing
+from tests import models
+from tests.ranks import run
+
+
+def _sharded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 9))
+    for unit in (*model, model):
+        fsdp_tp.fully_shard(unit)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model, optimizer):
+    model(torch.ones(2, 7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _weights(model):
+    return {name: models.gather(value) for name, value in model.state_dict().items()}
+
+
+def _writing(instead):
+    """Replaces how files are written; returns what undoes that."""
+    original = writing.write_tensors
+    writing.write_tensors = lambda path, tensors: instead(original, path, tensors)
+    return lambda: setattr(writing, "write_tensors", original)
+
+
+def _slowly(original, path, tensors):
+    time.sleep(0.3)
+    return original(path, tensors)
+
+
+def _go_on_training(directory):
+    model, optimizer = _sharded()
+    undo = _writing(_slowly)
+    try:
+        expected = [_weights(model)]
+        first = checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer, extra={"step": 1})
+        began = not first.is_done() and not (directory / "step-1").exists()
+        _step(model, optimizer)
+        expected.append(_weights(model))
+        buffers = first.buffers
+        second = checkpoint.async_save(directory / "step-2", model=model, optimizer=optimizer, extra={"step": 2})
+        assert first.is_done(), "two at a time"
+        assert (directory / "step-1").exists()
+        used_again = all(buffers[name][0] is second.buffers[name][0] for name in buffers)
+        _step(model, optimizer)
+        second.wait()
+        assert (directory / "step-2").exists()
+    finally:
+        undo()
+    for step, weights in enumerate(expected, 1):
+        assert checkpoint.load(directory / f"step-{step}", model=model, optimizer=optimizer) == {"step": step}
+        assert all(torch.equal(weights[name], value) for name, value in _weights(model).items())
+    return began, used_again
+
+
+def test_training_goes_on_and_the_checkpoint_has_the_values_of_the_call(tmp_path):
+    assert run(3, _go_on_training, tmp_path) == [(True, True)] * 3
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def _full_on_rank_1(original, path, tensors):
+    if dist.get_rank() == 1:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return original(path, tensors)
+
+
+def _fails(directory, save):
+    model, optimizer = _sharded()
+    checkpoint.save(directory / "step-1", model=model, optimizer=optimizer)
+    undo = _writing(_full_on_rank_1)
+    said = r"checkpoint .*step-2 was not written: rank [01]: .*No space left on device"
+    try:
+        if save is checkpoint.async_save:
+            save(directory / "step-2", model=model, optimizer=optimizer, keep_last=1)
+            with pytest.raises(OSError, match=said):
+                save(directory / "step-3", model=model, optimizer=optimizer)
+        else:
+            with pytest.raises(OSError, match=said):
+                save(directory / "step-2", model=model, optimizer=optimizer, keep_last=1)
+    finally:
+        undo()
+    dist.barrier()
+    assert sorted(path.name for path in directory.iterdir()) == ["step-1"]
+    dist.barrier()
+    save(directory / "step-2", model=model, optimizer=optimizer, keep_last=1)
+    checkpoint.wait()
+    assert checkpoint.latest(directory) == directory / "step-2"
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_saved(tmp_path, save):
+    run(2, _fails, tmp_path, save)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2"]
+
+
+def _directory_goes(directory):
+    model, optimizer = _sharded()
+    checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer)
+    checkpoint.wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+    dist.barrier()
+    undo = _writing(_slowly)
+    try:
+        checkpoint.async_save(directory / "step-2", model=model, optimizer=optimizer)
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        with pytest.raises(OSError, match="step-2 was not written: rank"):
+            checkpoint.wait()
+    finally:
+        undo()
+    checkpoint.save(directory / "step-3", model=model, optimizer=optimizer)
+
+
+def test_a_directory_that_is_deleted_under_the_run(tmp_path):
+    run(2, _directory_goes, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-3"]
+
+
+_PREPARE = """
+import sys, time, torch
+from pathlib import Path
+from fsdp_tp import checkpoint
+from fsdp_tp.checkpoint import writing
+directory = Path(sys.argv[1])
+model = torch.nn.Linear(100, 100)
+write = writing.write_tensors
+def slowly(path, tensors):
+    Path(sys.argv[2]).touch()
+    time.sleep(float(sys.argv[3]))
+    return write(path, tensors)
+writing.write_tensors = slowly
+"""
+
+
+def _python(code, *arguments):
+    return subprocess.Popen([sys.executable, "-c", _PREPARE + code, *map(str, arguments)], stderr=subprocess.PIPE)
+
+
+def _wait_for(path: Path, process):
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
+    process = _python("checkpoint.async_save(directory / 'step-1', model=model)", tmp_path / "run", tmp_path / "at", 1)
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 0
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run/step-1"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_what_a_killed_process_left_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
+    directory = tmp_path / "run"
+    process = _python("checkpoint.save(directory / 'step-1', model=model)", directory, tmp_path / "at", 60)
+    try:
+        _wait_for(tmp_path / "at", process)
+        (left,) = directory.iterdir()
+        model = nn.Linear(100, 100)
+        checkpoint.save(directory / "step-2", model=model)
+        assert left.exists(), "it belongs to a process that is alive"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert checkpoint.latest(directory) == directory / "step-2"
+    checkpoint.save(directory / "step-3", model=model)
+    assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-3"]
+
+
+def test_of_two_jobs_that_save_under_one_name_one_is_told(tmp_path):
+    code = "checkpoint.save(directory / 'step-1', model=model)"
+    jobs = [_python(code, tmp_path / "run", tmp_path / f"at-{each}", 1) for each in range(2)]
+    errors = [job.communicate(timeout=60)[1].decode() for job in jobs]
+    assert sorted(job.returncode for job in jobs) == [0, 1]
+    assert any("step-1 exists already" in error for error in errors), errors
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run/step-1"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-1"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_full_disk(small_disk):
+    model, larger = nn.Linear(100, 100), nn.Linear(1000, 1000)
+    checkpoint.save(small_disk / "step-1", model=model)
+    with pytest.raises(OSError, match="step-2 was not written.*No space left on device"):
+        checkpoint.save(small_disk / "step-2", model=larger)
+    checkpoint.async_save(small_disk / "step-3", model=larger)
+    with pytest.raises(OSError, match="step-3 was not written.*No space left on device"):
+        checkpoint.wait()
+    assert [path.name for path in small_disk.iterdir()] == ["step-1"]
+    checkpoint.save(small_disk / "step-4", model=model, keep_last=1)
+    assert checkpoint.latest(small_disk) == small_disk / "step-4"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_path_that_cannot_be_made(tmp_path):
+    """As a directory that is read-only, which it is not for root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        checkpoint.save(tmp_path / "file/step-1", model=nn.Linear(2, 2))
+    assert (tmp_path / "file").read_text() == ""
