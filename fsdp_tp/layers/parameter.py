@@ -46,8 +46,8 @@ def place_parameter(parameter: Tensor, placement: Placement, axis: DeviceMesh) -
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of ``whole``, a tensor of ``parameter``'s global shape. No communication."""
-    return whole[own_slices(parameter)]
+    """This rank's part of ``whole``, a tensor placed as ``parameter``. No communication."""
+    return split_by(parameter.placements, whole, parameter.device_mesh) if isinstance(parameter, DTensor) else whole
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
