@@ -70,7 +70,9 @@ def _tensor(memory: mmap.mmap, start: int, entry: Any, what: str) -> Tensor:
     dtype, shape, offset, end = _checked(entry, what)
     count = math.prod(shape)
     if end - offset != count * dtype.itemsize:
-        raise ValueError(f"{what} has {end - offset} bytes; its shape {shape} in {dtype} takes {count * dtype.itemsize}")
+        raise ValueError(
+            f"{what} has {end - offset} bytes; its shape {shape} in {dtype} takes {count * dtype.itemsize}"
+        )
     if start + end > len(memory):
         raise ValueError(f"{what} ends at byte {start + end}, the file at {len(memory)}: it is cut off")
     if not count:
