@@ -211,7 +211,7 @@ class _Files:
         if count == 1:
             self._path(0).rename(self._directory / _SINGLE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._names):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             self._path(number).rename(self._directory / file)

@@ -127,14 +127,12 @@ def _joined_dim(converter: Any) -> int | None:
     """Of every expert the dim along which its tensors are joined, None if ``converter`` does anything else."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    first, *others = converter.operations
-    if type(first) is not MergeModulelist or first.dim != 0 or len(converter.target_patterns) > 1:
-        return None
-    if not others:
-        return 0 if len(converter.source_patterns) == 1 else None
-    (second,) = others if len(others) == 1 else (None,)
-    is_plain = type(second) is Concatenate and second.dim > 0 and second.num_shards_attribute is None
-    return second.dim - 1 if is_plain else None
+    match converter.operations:
+        case [MergeModulelist(dim=0)] if len(converter.source_patterns) == len(converter.target_patterns) == 1:
+            return 0
+        case [MergeModulelist(dim=0), Concatenate(dim=dim, num_shards_attribute=None)] if dim > 0:
+            return dim - 1 if len(converter.target_patterns) == 1 else None
+    return None
 
 
 def _joined_shape(shapes: list[torch.Size], dim: int) -> tuple[int, ...] | None:
