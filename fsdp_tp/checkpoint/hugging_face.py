@@ -11,14 +11,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_tp.checkpoint.full import Entry, entries_of, match_entries
+from fsdp_tp.checkpoint.gather import gather_to_rank_0
 from fsdp_tp.checkpoint.mapped import map_safetensors
-from fsdp_tp.checkpoint.names import Experts, Storing, find_tensors, is_hugging_face, names_to_store
+from fsdp_tp.checkpoint.names import Experts, Storing, find_tensors, is_hugging_face, names_to_store, plain_class
 from fsdp_tp.checkpoint.rank_0 import on_rank_0, require_success
-from fsdp_tp.layers.canonical import gather_whole, own_part_of, stored_part
+from fsdp_tp.layers.canonical import own_part_of, stored_part
 from fsdp_tp.layers.parameter import own_slices
 
 _SINGLE = "model.safetensors"
@@ -30,9 +30,9 @@ _FORMAT = {"format": "pt"}  # from_pretrained insists on it
 def load_hf(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Reads a Hugging Face checkpoint into ``model``, in place; every rank must call it.
 
-    Every rank maps the files and copies its parts out of them: no tensor is communicated, and beside its parts a
-    rank needs memory for at most one slice of a tensor at a time, in the checkpoint's dtype (none on the CPU for
-    weights that are stored in their own order; of experts that the file holds one by one, a whole expert).
+    Every rank maps the files and copies its parts out of them: no tensor is communicated. Beside its parts a rank
+    needs memory for one slice of a tensor, in the dtype of the file, where weights are stored in another order or
+    go to another device; for one expert more where files hold them one by one; and otherwise for none.
     Names are matched as ``from_pretrained`` does: with or without the prefix of the base model, with the renamings
     and ignored buffers of older checkpoints, and with experts merged. Of tied parameters one name is enough.
 
@@ -124,12 +124,12 @@ def save_hf(
 ) -> None:
     """Writes a checkpoint that ``from_pretrained`` loads; every rank must call it.
 
-    Tensors are gathered one at a time, and rank 0 writes them: it needs memory for one file and one whole tensor
-    (two of experts that become one file entry each), the others for one whole tensor. What is written is a
-    ``model.safetensors``, or several files and ``model.safetensors.index.json``, and for a Hugging Face model
-    ``config.json`` and ``generation_config.json``; with shapes and names of the plain model, as ``save_pretrained``
-    has them, tied parameters under one name. The directory is written under another name and
-    renamed when it is complete and on the disk.
+    Rank 0 receives one tensor at a time, part by part, and writes files: beside its parts it needs memory for one
+    file and one tensor (two, of experts that files hold one by one), every other rank for a copy of one part.
+    What is written is ``model.safetensors``, or several files and ``model.safetensors.index.json``, and for a
+    Hugging Face model ``config.json`` and ``generation_config.json``; with the shapes and names that
+    ``save_pretrained`` has, tied parameters under one name. The directory is written under another name and renamed
+    when it is complete and on the disk.
 
     Args:
         model: in any layout.
@@ -157,18 +157,19 @@ def save_hf(
         temporary.mkdir(parents=True)
 
     on_rank_0(prepare)
-    is_writer = not dist.is_initialized() or dist.get_rank() == 0
     storing, files, error = Storing(model), _Files(temporary, max_shard_bytes), None
     for entry in entries:
         for name in names_to_store(model, entry.names):
-            whole = gather_whole(entry.tensor, entry.arrangement)
-            if is_writer and error is None:
-                try:
-                    whole = whole.to("cpu", dtype if dtype is not None and whole.is_floating_point() else None)
-                    for stored, tensor in storing.convert(name, whole).items():
-                        files.add(stored, tensor)
-                except Exception as caught:  # raised when nobody waits for the next tensor
-                    error = caught
+            whole = gather_to_rank_0(entry)
+            if whole is None or error is not None:
+                continue
+            try:
+                if dtype is not None and whole.is_floating_point():
+                    whole = whole.to(dtype)
+                for stored, tensor in storing.convert(name, whole).items():
+                    files.add(stored, tensor)
+            except Exception as caught:  # raised when nobody waits for the next tensor
+                error = caught
 
     def complete() -> None:
         try:
@@ -234,11 +235,12 @@ class _Files:
 def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
     if not is_hugging_face(model):
         return
+    cls: Any = plain_class(model)
     config = copy.deepcopy(model.config)
     config.dtype = dtype or model.dtype
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard makes a class of that name
+    config.architectures = [cls.__name__]
     config.save_pretrained(directory)
-    if model.can_generate():
+    if cls.can_generate():
         model.generation_config.save_pretrained(directory)
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_tp.layers.front import Front
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class _Loading:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
-        conversions = get_model_conversion_mapping(model)
+        with _of_plain_class(model):
+            conversions = get_model_conversion_mapping(model)
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         self._renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
         self.converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -164,7 +169,8 @@ class Storing:
             return {name: tensor}
         from transformers.core_model_loading import revert_weight_conversion
 
-        converted: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})  # type: ignore[arg-type]
+        with _of_plain_class(self._model):
+            converted: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})  # type: ignore[arg-type]
         return converted
 
 
@@ -174,7 +180,8 @@ def _is_revertible(model: Any) -> bool:
 
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        with _of_plain_class(model):
+            conversions = get_model_conversion_mapping(model, add_legacy=False)
     return all(
         _joined_dim(each) is not None if type(each) is WeightConverter else type(each) in (WeightRenaming, PrefixChange)
         for each in conversions
@@ -183,6 +190,23 @@ def _is_revertible(model: Any) -> bool:
 
 def is_hugging_face(model: nn.Module) -> bool:
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
+
+
+def plain_class(model: nn.Module) -> type[nn.Module]:
+    """The class of ``model`` before fully_shard and plans put others in front."""
+    classes: tuple[Any, ...] = type(model).__mro__
+    return next(cls for cls in classes if not issubclass(cls, FSDPModule | Front))
+
+
+@contextmanager
+def _of_plain_class(model: nn.Module) -> Iterator[None]:
+    """Where transformers looks at the class: it takes any that is not of its own modules for a user's."""
+    cls = type(model)
+    model.__class__ = plain_class(model)
+    try:
+        yield
+    finally:
+        model.__class__ = cls
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_tp.layers.parameter import from_local, own_part, own_slices, place_parameter
-from fsdp_tp.layers.split import Split
+from fsdp_tp.layers.split import ZERO, Split
 from fsdp_tp.paths import join_path
 
 _WITHOUT_VALUES = ContextVar("without_values", default=False)
@@ -72,10 +72,19 @@ def stored_part(whole: Tensor, slices: Sequence[slice], arrangement: tuple[Split
     return split.arrange(whole[tuple(others)], dim, slices[dim])
 
 
-def gather_whole(parameter: Tensor, arrangement: tuple[Split, int] | None) -> Tensor:
-    """``parameter`` as one process would have it, on every rank; every rank must join."""
-    whole = _whole(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-    return whole if arrangement is None else arrangement[0].restore(whole, arrangement[1])
+def put_stored_part(
+    whole: Tensor, slices: Sequence[slice], part: Tensor, arrangement: tuple[Split, int] | None
+) -> None:
+    """The inverse of :func:`stored_part`: writes ``part`` to where its rows are in ``whole``."""
+    if arrangement is None:
+        whole[tuple(slices)].copy_(part)
+        return
+    split, dim = arrangement
+    rows = split.stored[slices[dim]].to(whole.device)
+    if (is_zero := rows == ZERO).any():
+        part, rows = part.index_select(dim, (~is_zero).nonzero().flatten()), rows[~is_zero]
+    others = [slice(None) if each == dim else part for each, part in enumerate(slices)]
+    whole[tuple(others)].index_copy_(dim, rows, part)
 
 
 def whole_shape(parameter: Tensor, arrangement: tuple[Split, int] | None) -> torch.Size:

@@ -54,18 +54,25 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
     """Where in all of ``parameter`` this rank's part is. No communication."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
-    return _slices(parameter.placements, parameter.shape, parameter.device_mesh)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return slices_at(coordinate, parameter.placements, parameter.shape, parameter.device_mesh)
 
 
 def split_by(placements: Sequence[Placement], whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part of ``whole``, as DTensor cuts: the last ranks of an axis may have less, or nothing."""
-    return whole[_slices(placements, whole.shape, mesh)]
-
-
-def _slices(placements: Sequence[Placement], shape: torch.Size, mesh: DeviceMesh) -> tuple[slice, ...]:
-    """The tensor axis comes last in a mesh but splits first: FSDP shards what it left."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    return whole[slices_at(coordinate, placements, whole.shape, mesh)]
+
+
+def slices_at(
+    coordinate: Sequence[int], placements: Sequence[Placement], shape: torch.Size, mesh: DeviceMesh
+) -> tuple[slice, ...]:
+    """Where in the whole the part of the rank at ``coordinate`` of ``mesh`` is.
+
+    The tensor axis comes last in a mesh but splits first: FSDP shards what it left.
+    """
     starts, lengths = [0] * len(shape), list(shape)
     for axis in reversed(range(mesh.ndim)):
         placement = placements[axis]

@@ -109,7 +109,7 @@ def test_every_family_goes_in_and_out_bit_for_bit(family, tmp_path):
     [
         ("phi3", dict(intermediate_size=49, vocab_size=67)),
         ("gpt2", dict(vocab_size=67)),
-        ("qwen3_moe", dict(num_experts=11, moe_intermediate_size=25)),
+        ("qwen3_moe", dict(num_experts=11, moe_intermediate_size=28)),
     ],
 )
 def test_packed_weights_and_experts_on_an_odd_degree(family, overrides, tmp_path):
@@ -142,7 +142,7 @@ def test_without_the_prefix_and_with_the_buffers_of_old_checkpoints(tmp_path):
     original = _original("gpt2")
     assert original.lm_head.weight is original.transformer.wte.weight
     tensors = {key: tensor.clone() for key, tensor in original.transformer.state_dict().items()}
-    old = {f"h.{layer}.attn.{name}": torch.ones(1, 1, 8, 8) for layer in (0, 1) for name in ("bias", "masked_bias")}
+    old = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in (0, 1)}
     paths = [_variant(tmp_path, "base", tensors), _variant(tmp_path, "old", tensors | old)]
     _check_variants("gpt2", original, paths, tmp_path)
 
@@ -210,7 +210,7 @@ def test_all_that_does_not_fit_is_listed(tmp_path):
     assert _sentence("gemma", path) == (
         f"the checkpoint in {path} is not one of this model; missing: model.norm.weight; unexpected: model.norm.bias; "
         "of another shape: model.layers.1.self_attn.k_proj.weight is (8, 32) and must be (16, 32); "
-        "tied in the model and different here: lm_head.weight and model.embed_tokens.weight"
+        "tied in the model and different here: model.embed_tokens.weight and lm_head.weight"
     )
 
 
@@ -234,7 +234,9 @@ def test_experts_that_do_not_fit(tmp_path):
 def test_one_tensor_under_two_names_of_which_the_model_has_one(tmp_path):
     tensors = {key: each.clone() for key, each in _original("gpt2").transformer.state_dict().items()}
     path = _variant(tmp_path, "twice", tensors | {"transformer.wte.weight": tensors["wte.weight"].clone()})
-    assert _sentence("gpt2", path) == "transformer.wte.weight and wte.weight are both transformer.wte.weight of the model"
+    assert (
+        _sentence("gpt2", path) == "transformer.wte.weight and wte.weight are both transformer.wte.weight of the model"
+    )
 
 
 def test_files_that_are_damaged_absent_or_elsewhere(tmp_path):
@@ -283,7 +285,9 @@ def _cannot_save(root):
 
     whole, count = safetensors.torch.save_file, []
     if dist.get_rank() == 0:
-        safetensors.torch.save_file = lambda *args, **kwargs: (whole if len(count) < 2 else fail)(*args, **kwargs, **(count.append(1) or {}))
+        safetensors.torch.save_file = lambda *args, **kwargs: (whole if len(count) < 2 else fail)(
+            *args, **kwargs, **(count.append(1) or {})
+        )
     try:
         with pytest.raises(OSError, match="new cannot be written: no space left"):
             save_hf(model, root / "new", max_shard_bytes=SMALL)
@@ -366,19 +370,24 @@ def _memory(family, root):
     parameters = dict(model.named_parameters())
     part = max(parameter.to_local().nbytes for parameter in parameters.values())
     whole = max(parameter.numel() * 4 for parameter in parameters.values())
+    expert = max((each.nbytes // len(each) for each in _state(model).values() if each.ndim == 3), default=0)
     with AllocationTracker() as loading:
         load_hf(model, root / "theirs")
     with AllocationTracker() as saving:
         save_hf(model, root / "ours", max_shard_bytes=whole)
-    return loading.peak, saving.peak, part, whole
+    return loading.peak, saving.peak, part, whole, expert
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_a_rank_takes_memory_for_one_slice_to_load_and_for_one_tensor_to_save(family, tmp_path):
-    """Of what operations return; that mapped bytes take none is in test_mapped."""
+    """Of what operations return; that mapped bytes take none is in test_mapped. Indices of rows, and messages in which
+    ranks say that all is well: 4 KiB."""
     _original(family, **WIDE).save_pretrained(tmp_path / "theirs")
-    results = run(4, _memory, family, tmp_path)
-    print(family, results)
-    for rank, (loading, saving, part, whole) in enumerate(results):
-        assert loading <= part * 1.1
-        assert saving <= whole * (3.1 if rank == 0 else 2.1)
+    for rank, (loading, saving, part, whole, expert) in enumerate(run(4, _memory, family, tmp_path)):
+        print(f"{family} rank {rank}: {loading=} {saving=} {part=} {whole=} {expert=}")
+        assert loading <= {"llama": 0, "phi3": part, "mixtral": part + expert}[family] + 4096
+        if rank == 0:
+            one_by_one = whole if expert else 0
+            assert saving <= whole + whole + one_by_one + part + 4096  # a file, a tensor, and what arrives
+        else:
+            assert saving <= part + 4096
