@@ -65,6 +65,7 @@ class _Loading:
         self.converter_of: dict[str, Any] = {}
         self._model, self._names = model, dict.fromkeys(names, True)
         self._renamings: list[Any] = []
+        self._converters: list[Any] = []
         self._ignored: re.Pattern[str] | None = None
         if not is_hugging_face(model):
             return
@@ -73,9 +74,9 @@ class _Loading:
 
         with _of_plain_class(model):
             conversions = get_model_conversion_mapping(model)
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
         self._renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
-        self.converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+        self.converter_of = {pattern: each for each in self._converters for pattern in each.source_patterns}
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         buffers = [name for name, _ in model.named_buffers()]
         # Persistent in old versions, not today: transformers ignores these two for all its models.
@@ -94,8 +95,8 @@ class _Loading:
             return key, None
         from transformers.core_model_loading import rename_source_key
 
-        prefix, converters = self._model.base_model_prefix, list(dict.fromkeys(self.converter_of.values()))
-        name, pattern = rename_source_key(key, self._renamings, converters, prefix, self._names)
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._names)
         if name not in self._names and key in self._names:
             name, pattern = rename_source_key(key, [], [], prefix, self._names)
         return name, pattern
@@ -211,4 +212,4 @@ def _of_plain_class(model: nn.Module) -> Iterator[None]:
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
     """Numbers in the order of their values: expert 10 after expert 9."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in key.split(".")]

