@@ -114,11 +114,10 @@ def _join(name: str, converter: Any, by_pattern: Mapping[str, list[str]], tensor
             f"{', '.join(map(repr, converter.operations))}; load_hf joins experts only. Load the checkpoint with "
             "from_pretrained and save it with save_pretrained(..., save_original_format=False)"
         )
-    if len({len(keys) for keys in lists}) > 1:
-        counts = ", ".join(
-            f"{len(keys)} of {pattern}" for keys, pattern in zip(lists, converter.source_patterns, strict=True)
-        )
-        raise ValueError(f"{name} is joined from as many of each: found {counts}")
+    for keys, pattern in zip(lists, converter.source_patterns, strict=True):
+        numbers = [_number_in(key) for key in keys]
+        if numbers != list(range(max(map(len, lists)))):
+            raise ValueError(f"{name} is joined from the same experts of each kind: of {pattern} there are {numbers}")
     experts = tuple(zip(*lists, strict=True))
     shapes = {_joined_shape([tensors[key].shape for key in keys], dim) for keys in experts}
     if len(shapes) > 1 or None in shapes:
@@ -208,6 +207,11 @@ def _of_plain_class(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__class__ = cls
+
+
+def _number_in(key: str) -> int:
+    """Of an expert: the last of its key's numbers."""
+    return int(next((part for part in reversed(key.split(".")) if part.isdecimal()), -1))
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

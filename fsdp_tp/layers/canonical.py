@@ -83,7 +83,7 @@ def put_stored_part(
     rows = split.stored[slices[dim]].to(whole.device)
     if (is_zero := rows == ZERO).any():
         part, rows = part.index_select(dim, (~is_zero).nonzero().flatten()), rows[~is_zero]
-    others = [slice(None) if each == dim else part for each, part in enumerate(slices)]
+    others = [slice(None) if each == dim else its for each, its in enumerate(slices)]
     whole[tuple(others)].index_copy_(dim, rows, part)
 
 

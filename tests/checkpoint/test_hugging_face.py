@@ -225,10 +225,13 @@ def test_experts_that_do_not_fit(tmp_path):
     tensors = _stored(tmp_path / "whole")
     prefix = "model.layers.0.block_sparse_moe.experts.3"
     assert f"{prefix}.w1.weight" in tensors
-    one = _variant(tmp_path, "one", {key: each for key, each in tensors.items() if key != f"{prefix}.w1.weight"})
-    assert "model.layers.0.mlp.experts.gate_up_proj is joined from as many of each: found 3 of" in _sentence(
-        "mixtral", one
-    )
+    for number in (1, 3):
+        key = f"{prefix[:-1]}{number}.w1.weight"
+        path = _variant(tmp_path, f"without {number}", {each: tensors[each] for each in tensors if each != key})
+        assert (
+            "model.layers.0.mlp.experts.gate_up_proj is joined from the same experts of each kind: of "
+            f".experts.*.w1.weight there are {[each for each in range(4) if each != number]}"
+        ) == _sentence("mixtral", path)
     expert = _variant(tmp_path, "expert", {key: each for key, each in tensors.items() if not key.startswith(prefix)})
     assert "gate_up_proj is (3, 96, 32) and must be (4, 96, 32)" in _sentence("mixtral", expert)
     other = {f"{prefix}.w2.weight": tensors[f"{prefix}.w2.weight"][:, :40].clone()}
