@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_tp.checkpoint.files import sync
 from fsdp_tp.checkpoint.full import Entry, entries_of, match_entries
 from fsdp_tp.checkpoint.gather import gather_to_rank_0
 from fsdp_tp.checkpoint.mapped import map_safetensors
@@ -178,9 +179,9 @@ def save_hf(
             files.complete()
             _write_configs(model, temporary, dtype)
             for path in (*temporary.iterdir(), temporary):
-                _sync(path)
+                sync(path)
             temporary.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
         except Exception as caught:
             shutil.rmtree(temporary, ignore_errors=True)
             # safetensors has exceptions of its own, which cannot be sent to other ranks.
@@ -242,11 +243,3 @@ def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> No
     config.save_pretrained(directory)
     if cls.can_generate():
         model.generation_config.save_pretrained(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
