@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,19 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
             unexpected, of another shape, or tied in ``model`` and different in ``state_dict``; parameters of
             ``model`` are on the meta device.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    entries = list(_entries(model).values())
-    if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
-        raise ValueError(f"on the meta device: {', '.join(on_meta[:5])}; fsdp_tp.wrap(model, mesh) gives them memory")
-    keys = on_rank_0(lambda: _match(entries, state_dict))
+    entries = entries_of(model)
+
+    def match() -> list[str]:
+        if state_dict is None:
+            raise ValueError("state_dict=None on rank 0, which must have the whole one")
+        return match_entries(entries, state_dict, "the state dict")
+
+    keys = on_rank_0(match)
     for entry, key in zip(entries, keys, strict=True):
         _load_one(entry, None if state_dict is None else state_dict.get(key))
 
 
-def _load_one(entry: _Entry, source: Tensor | None) -> None:
+def _load_one(entry: Entry, source: Tensor | None) -> None:
     tensor = entry.tensor
     # Where the communication is: parameters may be offloaded.
     device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
@@ -56,12 +58,13 @@ def _load_one(entry: _Entry, source: Tensor | None) -> None:
         whole = torch.empty(entry.shape, dtype=tensor.dtype, device=device)
     if dist.is_initialized():
         dist.broadcast(whole.flatten().view(torch.uint8), src=0)  # gloo does not know every dtype
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
-    local.copy_(own_part_of(whole, tensor, entry.arrangement))
+    entry.local.copy_(own_part_of(whole, tensor, entry.arrangement))
 
 
 @dataclass
-class _Entry:
+class Entry:
+    """A tensor of a model's state dict."""
+
     names: list[str]
     """More than one if it is tied."""
     tensor: Tensor
@@ -69,17 +72,32 @@ class _Entry:
 
     @property
     def shape(self) -> torch.Size:
+        """In one process."""
         return whole_shape(self.tensor, self.arrangement)
 
+    @property
+    def local(self) -> Tensor:
+        """This rank's values."""
+        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor.data
 
-def _entries(model: nn.Module) -> dict[int, _Entry]:
-    """What a state dict of ``model`` holds, each tensor once."""
-    entries: dict[int, _Entry] = {}
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """What a state dict of ``model`` holds, each tensor once and as FSDP shards it.
+
+    Raises:
+        ValueError: some of it is on the meta device.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    entries: dict[int, Entry] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _own_tensors(module):
-            entry = entries.setdefault(id(tensor), _Entry([], tensor, arrangement_of(module, name)))
+            entry = entries.setdefault(id(tensor), Entry([], tensor, arrangement_of(module, name)))
             entry.names.append(join_path(path, name))
-    return entries
+    if on_meta := [entry.names[0] for entry in entries.values() if entry.tensor.is_meta]:
+        raise ValueError(f"on the meta device: {', '.join(on_meta[:5])}; fsdp_tp.wrap(model, mesh) gives them memory")
+    return list(entries.values())
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -88,32 +106,39 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _match(entries: list[_Entry], state_dict: Mapping[str, Tensor] | None) -> list[str]:
-    """Under which key of ``state_dict`` each entry is."""
-    if state_dict is None:
-        raise ValueError("state_dict=None on rank 0, which must have the whole one")
+class _HasShape(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+def match_entries(entries: list[Entry], given: Mapping[str, _HasShape], what: str) -> list[str]:
+    """Under which key of ``given`` each entry is.
+
+    Raises:
+        ValueError: ``given``, which the sentence calls ``what``, does not fit; all that does not is listed.
+    """
     known = {name for entry in entries for name in entry.names}
-    found = [[name for name in entry.names if name in state_dict] for entry in entries]
+    found = [[name for name in entry.names if name in given] for entry in entries]
     pairs = list(zip(entries, found, strict=True))
     problems = {
         "missing": [" or ".join(entry.names) for entry, keys in pairs if not keys],
-        "unexpected": [key for key in state_dict if key not in known],
+        "unexpected": [key for key in given if key not in known],
         "of another shape": [
-            f"{key} is {tuple(state_dict[key].shape)} and must be {tuple(entry.shape)}"
+            f"{key} is {tuple(given[key].shape)} and must be {tuple(entry.shape)}"
             for entry, keys in pairs
             for key in keys
-            if state_dict[key].shape != entry.shape
+            if given[key].shape != entry.shape
         ],
         "tied in the model and different here": [
             " and ".join(keys)
             for _, keys in pairs
-            if any(not _are_same(state_dict[keys[0]], state_dict[other]) for other in keys[1:])
+            if any(not _are_same(given[keys[0]], given[other]) for other in keys[1:])
         ],
     }
     if sentences := [f"{problem}: {', '.join(where)}" for problem, where in problems.items() if where]:
-        raise ValueError(f"the state dict is not one of this model; {'; '.join(sentences)}")
+        raise ValueError(f"{what} is not one of this model; {'; '.join(sentences)}")
     return [keys[0] for keys in found]
 
 
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or torch.equal(one, other)
+def _are_same(one: _HasShape, other: _HasShape) -> bool:
+    return one is other or (isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other))

@@ -8,7 +8,7 @@ loaded into needs no values (:func:`without_values`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_tp.layers.parameter import from_local, own_part, place_parameter
-from fsdp_tp.layers.split import Split
+from fsdp_tp.layers.parameter import from_local, own_part, own_slices, place_parameter
+from fsdp_tp.layers.split import ZERO, Split
 from fsdp_tp.paths import join_path
 
 _WITHOUT_VALUES = ContextVar("without_values", default=False)
@@ -56,8 +56,35 @@ def arranged_parameters(model: nn.Module) -> dict[str, tuple[Split, int]]:
 
 
 def own_part_of(whole: Tensor, parameter: Tensor, arrangement: tuple[Split, int] | None) -> Tensor:
-    """This rank's part of ``whole``, a tensor as one process would have for ``parameter``. No communication."""
-    return own_part(whole if arrangement is None else arrangement[0].arrange(whole, arrangement[1]), parameter)
+    """This rank's part of ``whole``, a tensor as one process would have for ``parameter``. No communication.
+
+    Reads and copies no other rows of ``whole``; where it is stored as it is, the part is a view.
+    """
+    return stored_part(whole, own_slices(parameter), arrangement)
+
+
+def stored_part(whole: Tensor, slices: Sequence[slice], arrangement: tuple[Split, int] | None) -> Tensor:
+    """Of ``whole`` as it is stored, which may be in another order, the part at ``slices``."""
+    if arrangement is None:
+        return whole[tuple(slices)]
+    split, dim = arrangement
+    others = [slice(None) if each == dim else part for each, part in enumerate(slices)]
+    return split.arrange(whole[tuple(others)], dim, slices[dim])
+
+
+def put_stored_part(
+    whole: Tensor, slices: Sequence[slice], part: Tensor, arrangement: tuple[Split, int] | None
+) -> None:
+    """The inverse of :func:`stored_part`: writes ``part`` to where its rows are in ``whole``."""
+    if arrangement is None:
+        whole[tuple(slices)].copy_(part)
+        return
+    split, dim = arrangement
+    rows = split.stored[slices[dim]].to(whole.device)
+    if (is_zero := rows == ZERO).any():
+        part, rows = part.index_select(dim, (~is_zero).nonzero().flatten()), rows[~is_zero]
+    others = [slice(None) if each == dim else its for each, its in enumerate(slices)]
+    whole[tuple(others)].index_copy_(dim, rows, part)
 
 
 def whole_shape(parameter: Tensor, arrangement: tuple[Split, int] | None) -> torch.Size:

@@ -46,23 +46,41 @@ def place_parameter(parameter: Tensor, placement: Placement, axis: DeviceMesh) -
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of ``whole``, a tensor of ``parameter``'s global shape. No communication."""
+    """This rank's part of ``whole``, a tensor placed as ``parameter``. No communication."""
     return split_by(parameter.placements, whole, parameter.device_mesh) if isinstance(parameter, DTensor) else whole
 
 
+def own_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Where in all of ``parameter`` this rank's part is. No communication."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return slices_at(coordinate, parameter.placements, parameter.shape, parameter.device_mesh)
+
+
 def split_by(placements: Sequence[Placement], whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of ``whole``, as DTensor cuts: the last ranks of an axis may have less, or nothing.
+    """This rank's part of ``whole``, as DTensor cuts: the last ranks of an axis may have less, or nothing."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return whole[slices_at(coordinate, placements, whole.shape, mesh)]
+
+
+def slices_at(
+    coordinate: Sequence[int], placements: Sequence[Placement], shape: torch.Size, mesh: DeviceMesh
+) -> tuple[slice, ...]:
+    """Where in the whole the part of the rank at ``coordinate`` of ``mesh`` is.
 
     The tensor axis comes last in a mesh but splits first: FSDP shards what it left.
     """
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
+    starts, lengths = [0] * len(shape), list(shape)
     for axis in reversed(range(mesh.ndim)):
         placement = placements[axis]
         if not placement.is_replicate():
             dim: int = placement.dim  # type: ignore[attr-defined]
-            whole = whole.narrow(dim, *chunk_of(whole.shape[dim], mesh.size(axis), coordinate[axis]))
-    return whole
+            start, lengths[dim] = chunk_of(lengths[dim], mesh.size(axis), coordinate[axis])
+            starts[dim] += start
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:

@@ -131,14 +131,14 @@ class Split:
             [part.masked_fill(is_zero, ZERO).flatten() for part, is_zero in zip(rows, zero, strict=True)],
         )
 
-    def arrange(self, whole: Tensor, dim: int) -> Tensor:
-        """The whole weight as it is stored."""
+    def arrange(self, whole: Tensor, dim: int, part: slice = slice(None)) -> Tensor:
+        """The whole weight as it is stored, or only ``part`` of the stored rows."""
         if self.is_stored_as_is:
-            return whole
-        stored = self.stored.to(whole.device)
+            return whole[(slice(None),) * dim + (part,)]
+        stored = self.stored[part].to(whole.device)
         shape = [1] * whole.ndim
         shape[dim] = -1
-        return whole.index_select(dim, stored.clamp(min=0)).masked_fill((stored == ZERO).view(shape), 0)
+        return whole.index_select(dim, stored.clamp(min=0)).masked_fill_((stored == ZERO).view(shape), 0)
 
     def restore(self, stored: Tensor, dim: int) -> Tensor:
         """The whole weight from how it is stored: undoes :meth:`arrange`."""
