@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_tp.checkpoint.full import load_full_state_dict
+from fsdp_tp.checkpoint.hugging_face import load_hf, save_hf
 from fsdp_tp.checkpoint.manifest import Damaged, Manifest
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
 from fsdp_tp.checkpoint.reading import complete_checkpoints, find_problems, read_manifest, read_tensors
@@ -34,7 +35,19 @@ from fsdp_tp.checkpoint.state import (
 from fsdp_tp.checkpoint.writing import Content, Saving, save_in_background, save_now
 from fsdp_tp.layers.canonical import without_values
 
-__all__ = ["Damaged", "Saving", "async_save", "latest", "load", "load_full_state_dict", "read_extra", "save", "wait"]
+__all__ = [
+    "Damaged",
+    "Saving",
+    "async_save",
+    "latest",
+    "load",
+    "load_full_state_dict",
+    "load_hf",
+    "read_extra",
+    "save",
+    "save_hf",
+    "wait",
+]
 
 logger = logging.getLogger("fsdp_tp")
 
