@@ -53,7 +53,7 @@ def load_hf(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     entries = entries_of(model)
     tensors, error = {}, None
     try:
-        tensors = _map(directory)
+        tensors = map_hf(directory)
     except (OSError, ValueError) as caught:
         error = caught
     require_success(f"{directory} cannot be loaded", error)
@@ -62,7 +62,7 @@ def load_hf(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         _load_one(entry, place, tensors)
 
 
-def _map(directory: Path) -> dict[str, Tensor]:
+def map_hf(directory: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint; their bytes are read when they are used."""
     if (directory / _SINGLE).is_file():
         return map_safetensors(directory / _SINGLE)

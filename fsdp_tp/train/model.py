@@ -24,7 +24,7 @@ def build_model(config: ModelConfig, *, tokenizer_size: int, sequence_length: in
     from transformers import AutoModelForCausalLM
 
     try:
-        hugging_face = _read(config.model) if config.model else _llama(config, tokenizer_size, sequence_length)
+        hugging_face = read_config(config.model) if config.model else llama_config(config, tokenizer_size, sequence_length)
         hugging_face.use_cache = False
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hugging_face)
@@ -37,7 +37,8 @@ def build_model(config: ModelConfig, *, tokenizer_size: int, sequence_length: in
     return model
 
 
-def _llama(config: ModelConfig, tokenizer_size: int, sequence_length: int) -> Any:
+def llama_config(config: ModelConfig, tokenizer_size: int, sequence_length: int) -> Any:
+    """The transformers config of the trainer's own sizes. Raises ValueError if they do not fit each other."""
     from transformers import LlamaConfig
 
     if config.hidden_size % config.num_heads or config.num_heads % config.num_kv_heads:
@@ -58,7 +59,12 @@ def _llama(config: ModelConfig, tokenizer_size: int, sequence_length: int) -> An
     )
 
 
-def _read(path: Path) -> Any:
+def read_config(path: Path) -> Any:
+    """The transformers config in a config.json or a directory with one; never from the network.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from transformers import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
