@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -82,7 +82,7 @@ def convert(
     *,
     to: Literal["hf", "fsdp_tp"],
     config: Path | None = None,
-    dtype: Annotated[str | None, tyro.conf.arg(metavar=f"{{None,{','.join(DTYPES)}}}")] = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
 ) -> int:
     """Converts the model of a checkpoint, to Hugging Face or from it; takes memory for the model.
 
@@ -94,8 +94,6 @@ def convert(
             Hugging Face directory that has one.
         dtype: Of the result; by default what the source has, of several the one that holds all.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}")
     chosen = None if dtype is None else DTYPES[dtype]
     if to == "hf":
         source = _checkpoint_at(source)

@@ -24,7 +24,9 @@ def build_model(config: ModelConfig, *, tokenizer_size: int, sequence_length: in
     from transformers import AutoModelForCausalLM
 
     try:
-        hugging_face = read_config(config.model) if config.model else llama_config(config, tokenizer_size, sequence_length)
+        hugging_face = (
+            read_config(config.model) if config.model else llama_config(config, tokenizer_size, sequence_length)
+        )
         hugging_face.use_cache = False
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hugging_face)
