@@ -151,6 +151,7 @@ def load(
     with without_values():  # all of them come from the checkpoint
         tensors, aliases = model_state(model)
     _require_same_names(path, manifest, {*tensors, *aliases})
+    _require_ties(path, manifest, aliases)
     targets = dict(tensors)
     if optimizer is not None:
         targets.update(optimizer_targets(model, optimizer, manifest))
@@ -218,3 +219,10 @@ def _require_same_names(path: Path, manifest: Manifest, here: set[str]) -> None:
     problems = {"missing": sorted(here - stored), "unexpected": sorted(stored - here)}
     if parts := [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]:
         raise ValueError(f"{path} is not a checkpoint of this model; {'; '.join(parts)}")
+
+
+def _require_ties(path: Path, manifest: Manifest, aliases: dict[str, str]) -> None:
+    """One of two stored tensors would be lost."""
+    for name, other in aliases.items():
+        if manifest.find(name) is not manifest.find(other):
+            raise ValueError(f"{path} is not a checkpoint of this model; {name} is tied to {other} here and not there")
