@@ -75,7 +75,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
 
 
 def optimizer_targets(model: nn.Module, optimizer: Optimizer, manifest: Manifest) -> dict[str, Tensor]:
-    """Memory for what a checkpoint has of the optimizer's parameters, laid out as they are."""
+    """Memory for what a checkpoint has of the optimizer's parameters, laid out as they are: what the optimizer has of
+    them now, where that fits."""
     targets, arranged, stored = {}, arranged_parameters(model), _by_parameter(manifest.tensors)
     for parameter, name in _own_names(model, optimizer).items():
         for key, tensor in stored.get(name, {}).items():
@@ -85,6 +86,9 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, manifest: Manifest
                     like = restore(parameter, *arranged[name])
             elif not isinstance(like, Tensor) or tuple(like.shape) != tensor.shape:
                 like = parameter
+            elif like.dtype == DTYPES[tensor.dtype]:
+                targets[f"{OPTIMIZER}{name}.{key}"] = like
+                continue
             targets[f"{OPTIMIZER}{name}.{key}"] = _memory(tensor, like, _device_of_scalars(parameter, optimizer))
     return targets
 

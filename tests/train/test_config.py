@@ -17,8 +17,8 @@ OPTIONS = {
     "weight_decay betas max_grad_norm",
     "parallel": "tensor_parallel_degree hybrid_shard_degree context_parallel_degree pipeline_parallel_degree",
     "": "sequence_parallel loss_parallel activation_checkpointing compile comm precision output "
-    "save_every save_in_background keep_last stop_after resume log_every measure_communication_every seed deterministic "
-    "timeout",
+    "save_every save_in_background keep_last stop_after resume log_every measure_communication_every seed "
+    "deterministic timeout",
 }
 
 
