@@ -19,8 +19,9 @@ from fsdp_tp.checkpoint import writing
 from fsdp_tp.train import config as configuration
 from fsdp_tp.train import data, loop, main
 
-STEP, FILE, SYNC = 0.03, 0.03, 0.02
-"""Seconds before a step, before a file, and before a directory is on the disk: also between name and removal."""
+STEP, SYNC = 0.03, 0.02
+"""Seconds before a step, and before a directory is on the disk: also between a new checkpoint and an old one's end."""
+FILE = float(os.environ.get("SECONDS_OF_A_FILE", "0.03"))
 
 
 def _later(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
