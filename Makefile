@@ -51,7 +51,7 @@ test: setup
 
 # What kills ranks many times takes minutes.
 test-faults: setup
-	@FSDP_TP_FAULTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -v tests/checkpoint/test_kills.py
+	@FSDP_TP_FAULTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -vv tests/checkpoint/test_kills.py
 
 # The kernels' tests again, built to find wrong accesses and races. Reductions and casts touch what they are told to,
 # from one thread; their many values would take minutes.
