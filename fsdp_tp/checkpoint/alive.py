@@ -6,22 +6,25 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
+from fsdp_tp.checkpoint.rank_0 import require_success
+
 
 class Alive:
     """A lock in ``directory`` that a rank holds until its report is there; its end, however it comes, lets it go.
 
     Waiting for a report that never comes would keep the process of rank 0 from ending, and the job from starting again.
+    Every rank must make one; afterwards all hold theirs.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._lock: IO[bytes] | None = None
-        early = directory / f"{rank}.locking"
+        error = None
         try:
-            self._lock = early.open("wb")
+            self._lock = (directory / f"{rank}.alive").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            early.rename(directory / f"{rank}.alive")  # it has this name only once it is held
-        except OSError:
-            self.close()  # a directory that is gone is for the writing to report
+        except OSError as caught:
+            error = caught
+        require_success(f"{directory} cannot be written to", error)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -34,5 +37,5 @@ class Alive:
             with (directory / f"{rank}.alive").open("r+b") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return False  # held, or not there yet
+            return False
         return not any((directory / f"{rank}.{outcome}").exists() for outcome in ("report", "failed"))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fsdp_tp.checkpoint.alive import Alive
 from fsdp_tp.checkpoint.chunks import Box, box_of, is_written_here, local_of
-from fsdp_tp.checkpoint.files import dtype_name, sync, write_tensors, write_text
+from fsdp_tp.checkpoint.files import bytes_in, dtype_name, sync, write_tensors, write_text
 from fsdp_tp.checkpoint.manifest import Chunk, File, Manifest, Stored
 from fsdp_tp.checkpoint.rank_0 import from_all_ranks, on_rank_0, require_success
 from fsdp_tp.checkpoint.reading import complete_checkpoints
@@ -102,11 +102,10 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
     temporary = _Temporary(path, content)
     temporary.__enter__()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    alive = Alive(temporary.path, rank)
     try:
+        alive = Alive(temporary.path, rank)
         copies = _copied(_own(content.tensors), buffers)
     except BaseException:
-        alive.close()
         temporary.__exit__()
         raise
     content.tensors = {name: _shape_only(tensor) for name, tensor in content.tensors.items()}
@@ -167,7 +166,7 @@ class _Temporary:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    for path in directory.glob(".*.removed"):
+    for path in directory.glob(".*[0-9].removed"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(".*.incomplete"):
         try:
@@ -278,7 +277,7 @@ def _await_reports(directory: Path, size: int) -> list[Report]:
             return [_from_json((directory / f"{rank}.report").read_text()) for rank in range(size)]
         if gone := [rank for rank in missing if Alive.is_gone(directory, rank)]:
             raise OSError(f"rank {gone[0]} has ended before its part was written")
-        written = sum(path.stat().st_size for path in directory.iterdir() if path.exists())
+        written = bytes_in(directory)
         if written != before:
             before, since = written, time.monotonic()
         elif time.monotonic() - since > STALLED:
