@@ -13,7 +13,7 @@ BENCHES := $(filter-out __init__ namespaces,$(basename $(notdir $(wildcard bench
 # For cmake, ninja and the linters of .venv.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-sanitizers test-pretrained bench lint clean
+.PHONY: setup demo test test-faults test-sanitizers test-pretrained bench lint clean
 
 setup: .venv/.stamp $(LIBRARY)
 
@@ -48,6 +48,10 @@ test: setup
 	@ctest --test-dir build/kernels --output-on-failure
 	@echo "test: package"
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+# What kills ranks many times takes minutes.
+test-faults: setup
+	@FSDP_TP_FAULTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -vv tests/checkpoint/test_kills.py
 
 # The kernels' tests again, built to find wrong accesses and races. Reductions and casts touch what they are told to,
 # from one thread; their many values would take minutes.

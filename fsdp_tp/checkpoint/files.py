@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,14 @@ def write_text(path: Path, text: str) -> None:
     temporary.write_text(text)
     sync(temporary)
     temporary.rename(path)
+
+
+def bytes_in(directory: Path) -> int:
+    count = 0
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):  # somebody has just given the file its name
+            count += path.stat().st_size
+    return count
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

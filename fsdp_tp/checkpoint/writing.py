@@ -2,7 +2,7 @@
 
 A rank writes what it has and no other of its replicas writes. Nothing is communicated but names, outcomes and,
 for weights that are stored in another order, the weights. In the background nothing is communicated at all: ranks leave
-a report beside their files, and rank 0 looks for those.
+a report beside their files, and rank 0 looks for those; and for a lock, which a rank that dies lets go.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_tp.checkpoint.alive import Alive
 from fsdp_tp.checkpoint.chunks import Box, box_of, is_written_here, local_of
-from fsdp_tp.checkpoint.files import dtype_name, sync, write_tensors, write_text
+from fsdp_tp.checkpoint.files import bytes_in, dtype_name, sync, write_tensors, write_text
 from fsdp_tp.checkpoint.manifest import Chunk, File, Manifest, Stored
 from fsdp_tp.checkpoint.rank_0 import from_all_ranks, on_rank_0, require_success
 from fsdp_tp.checkpoint.reading import complete_checkpoints
@@ -100,13 +101,14 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
     """Every rank must call it; returns when the tensors are copied. ``buffers``: of an earlier save, to use again."""
     temporary = _Temporary(path, content)
     temporary.__enter__()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
+        alive = Alive(temporary.path, rank)
         copies = _copied(_own(content.tensors), buffers)
     except BaseException:
         temporary.__exit__()
         raise
     content.tensors = {name: _shape_only(tensor) for name, tensor in content.tensors.items()}
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     outcome: list[Exception] = []
 
     def work() -> None:
@@ -123,6 +125,7 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
         except Exception as error:
             outcome.append(error)
         finally:
+            alive.close()
             if rank == 0:
                 temporary.__exit__()
 
@@ -163,6 +166,8 @@ class _Temporary:
 
 
 def _remove_abandoned(directory: Path) -> None:
+    for path in directory.glob(".*[0-9].removed"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(".*.incomplete"):
         try:
             with (path / _LOCK).open("wb") as lock:
@@ -232,7 +237,7 @@ def _complete(temporary: Path, final: Path, content: Content, reports: list[Repo
             raise ValueError(f"the ranks do not have all of {name}, or some of it twice")
     files = {name: file for report in reports for name, file in report.files.items()}
     values = {**content.values, "random": [report.random for report in reports]}
-    for path in (*temporary.glob("*.report"), temporary / _LOCK):
+    for path in (*temporary.glob("*.report"), *temporary.glob("*.alive"), temporary / _LOCK):
         path.unlink(missing_ok=True)
     Manifest(content.extra, content.layout, files, tensors, content.aliases, values).write(temporary)
     sync(temporary)
@@ -261,7 +266,7 @@ def _await_reports(directory: Path, size: int) -> list[Report]:
     """Of all ranks, in their order, as soon as all are there.
 
     Raises:
-        OSError: one has failed, or no file has grown for :data:`STALLED` seconds.
+        OSError: one has failed or is gone, or no file has grown for :data:`STALLED` seconds.
     """
     before, since = -1, time.monotonic()
     while True:
@@ -270,7 +275,9 @@ def _await_reports(directory: Path, size: int) -> list[Report]:
         missing = [rank for rank in range(size) if not (directory / f"{rank}.report").exists()]
         if not missing:
             return [_from_json((directory / f"{rank}.report").read_text()) for rank in range(size)]
-        written = sum(path.stat().st_size for path in directory.iterdir() if path.exists())
+        if gone := [rank for rank in missing if Alive.is_gone(directory, rank)]:
+            raise OSError(f"rank {gone[0]} has ended before its part was written")
+        written = bytes_in(directory)
         if written != before:
             before, since = written, time.monotonic()
         elif time.monotonic() - since > STALLED:

@@ -121,6 +121,31 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_saved(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2"]
 
 
+def _ends_on_rank_1(original, path, tensors):
+    if dist.get_rank() == 1:
+        raise SystemExit  # the thread is gone, and what it held; nothing is said
+    return original(path, tensors)
+
+
+def _one_ends(directory):
+    model, optimizer = _sharded()
+    undo = _writing(_ends_on_rank_1)
+    try:
+        saving = checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer)
+        with pytest.raises(OSError, match="step-1 was not written: rank 0: rank 1 has ended before"):
+            saving.wait()
+    finally:
+        undo()
+
+
+def test_a_rank_that_ends_during_a_save_is_not_waited_for(tmp_path):
+    """Else it would be for minutes, and the process of rank 0 could not end."""
+    began = time.monotonic()
+    run(2, _one_ends, tmp_path)
+    assert time.monotonic() - began < writing.STALLED / 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def _directory_goes(directory):
     model, optimizer = _sharded()
     checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer)
@@ -193,6 +218,7 @@ def test_what_a_killed_process_left_is_no_checkpoint_and_goes_with_the_next_save
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert checkpoint.latest(directory) == directory / "step-2"
+    (directory / ".step-0.removed").mkdir()  # what keep_last had begun to remove
     checkpoint.save(directory / "step-3", model=model)
     assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-3"]
 
