@@ -239,6 +239,8 @@ def work(rank: int, store: str, directory: Path, blocks: int, turns: int, result
         for (op, variant), call in cases.calls.items():
             if "load" in op or op == "reshard":
                 drop(cases.read_from(op, variant, turn))
+            if rank == 0:
+                os.sync()  # what was written or removed before
             dist.barrier()
             with Peak() as peak:
                 began = time.perf_counter()
@@ -301,7 +303,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="on the disk that is measured")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    blocks, turns = (2, 2) if options.quick else (6, 4)
+    blocks, turns = (2, 2) if options.quick else (6, 5)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory, tempfile.TemporaryDirectory() as meeting:
         context = mp.get_context("spawn")
         results = context.Queue()
