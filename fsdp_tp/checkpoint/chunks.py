@@ -42,7 +42,11 @@ class Box:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """What this rank has of a tensor; of a plain one, all."""
+    """What this rank has of a tensor; of a plain one, all.
+
+    By torch's arithmetic, so of a DTensor that was cut elsewhere too (:func:`fsdp_tp.layers.parameter.own_slices` knows
+    this library's cuts, and a test holds the two together).
+    """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

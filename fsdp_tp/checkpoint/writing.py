@@ -102,10 +102,13 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
     temporary = _Temporary(path, content)
     temporary.__enter__()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    alive = None
     try:
         alive = Alive(temporary.path, rank)
         copies = _copied(_own(content.tensors), buffers)
     except BaseException:
+        if alive is not None:
+            alive.close()  # no report will come
         temporary.__exit__()
         raise
     content.tensors = {name: _shape_only(tensor) for name, tensor in content.tensors.items()}
