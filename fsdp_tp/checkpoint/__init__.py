@@ -43,6 +43,7 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "load_hf",
+    "load_latest",
     "read_extra",
     "save",
     "save_hf",
@@ -129,6 +130,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Reads a checkpoint into ``model`` and ``optimizer``, in place; every rank must call it.
 
@@ -137,6 +139,8 @@ def load(
 
     Args:
         scheduler: its ``load_state_dict`` gets what was saved of one.
+        verify: compares the digests of what is read meanwhile. Where another layout cuts the 16 MiB of one digest in
+            two, one rank reads those again.
 
     Returns:
         What was given to :func:`save` as ``extra``.
@@ -144,6 +148,8 @@ def load(
     Raises:
         ValueError: on every rank: ``path`` is not a complete checkpoint, or not one of this model; parameters,
             buffers or shapes that differ are listed.
+        Damaged: on every rank: (a ValueError) a file is not what was written; ``model`` and ``optimizer`` are partly
+            overwritten.
     """
     wait()
     path = Path(path)
@@ -155,7 +161,7 @@ def load(
     targets = dict(tensors)
     if optimizer is not None:
         targets.update(optimizer_targets(model, optimizer, manifest))
-    count = read_tensors(path, manifest, targets)
+    count = read_tensors(path, manifest, targets, verify=verify)
     logger.info("%s: this rank read %s bytes of %s", path, count, sum(file.size for file in manifest.files.values()))
     load_model(model, tensors, aliases)
     if optimizer is not None:
@@ -166,6 +172,41 @@ def load(
     if len(states := manifest.values["random"]) == (dist.get_world_size() if dist.is_initialized() else 1):
         set_random_state(states[dist.get_rank() if dist.is_initialized() else 0])
     return manifest.extra
+
+
+def load_latest(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+) -> tuple[Path, dict[str, Any]] | None:
+    """:func:`load` of the newest checkpoint in ``directory`` that is complete and intact; every rank must call it.
+
+    As ``load(latest(directory))``, but files are read once. A damaged checkpoint is passed over for the one
+    before, with a warning that names the file.
+
+    Returns:
+        Its path, and what was given to :func:`save` as ``extra``; None if there is no checkpoint.
+
+    Raises:
+        ValueError: on every rank: as :func:`load`.
+        Damaged: on every rank: there are checkpoints, and all are damaged.
+    """
+    wait()
+    paths, problems = on_rank_0(lambda: complete_checkpoints(Path(directory))), []
+    for path in paths:
+        try:
+            return path, load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+        except Damaged as damage:
+            logger.warning("%s is passed over: %s", path, damage)
+            problems.append(str(damage))
+    if problems:
+        raise Damaged(
+            f"all {len(paths)} checkpoints in {directory} are damaged; mend them, or move them away to begin anew: "
+            + "; ".join(problems)
+        )
+    return None
 
 
 def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -184,11 +225,11 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | 
     names the file.
 
     Args:
-        verify: reads all files of a checkpoint and compares sizes and digests, each rank its share of them. Without
-            it whatever has a manifest counts.
+        verify: reads all files of a checkpoint and compares sizes and digests, each rank its share of them
+            (:func:`load_latest` reads them once instead of twice). Without it only the manifest and sizes count.
     """
     for path in on_rank_0(lambda: complete_checkpoints(Path(directory))):
-        problems = find_problems(path) if verify else []
+        problems = find_problems(path, verify=verify)
         if not problems:
             return path
         logger.warning("%s is passed over: %s", path, "; ".join(problems))

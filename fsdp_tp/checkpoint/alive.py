@@ -6,25 +6,22 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
-from fsdp_tp.checkpoint.rank_0 import require_success
-
 
 class Alive:
     """A lock in ``directory`` that a rank holds until its report is there; its end, however it comes, lets it go.
 
     Waiting for a report that never comes would keep the process of rank 0 from ending, and the job from starting again.
-    Every rank must make one; afterwards all hold theirs.
+    Nobody may wait before all ranks hold theirs.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
+        self._path = directory / f"{rank}.alive"
         self._lock: IO[bytes] | None = None
-        error = None
-        try:
-            self._lock = (directory / f"{rank}.alive").open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError as caught:
-            error = caught
-        require_success(f"{directory} cannot be written to", error)
+
+    def hold(self) -> None:
+        """Raises OSError: ``directory`` cannot be written to."""
+        self._lock = self._path.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
         if self._lock is not None:

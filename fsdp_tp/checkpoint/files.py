@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, written in one pass with their digest, and read box by box.
+"""Files of tensors: safetensors, written in one pass with their digests, and read in parts.
 
 Whoever wants the tensors of such a file can open it with safetensors; only checkpoints need more, and have it in their
 manifest (:mod:`fsdp_tp.checkpoint.manifest`).
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+
+from fsdp_tp.checkpoint.new_file import NewFile
 
 # What safetensors calls them.
 DTYPES = {
@@ -35,7 +38,22 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PIECE = 16 << 20  # bytes, written or read at once
+PIECE = 16 << 20
+"""Bytes of a tensor that have a digest of their own. A part of the format."""
+_STEP = 1 << 20  # bytes that are still in a cache when they are used a second time
+
+
+@dataclass(frozen=True)
+class Written:
+    """A new file."""
+
+    size: int
+    header_size: int
+    header_digest: str
+    starts: dict[str, int]
+    """The byte at which each tensor begins."""
+    digests: dict[str, tuple[str, ...]]
+    """Of each tensor's bytes, for every :data:`PIECE` of them."""
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
@@ -45,67 +63,99 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, int], int, str]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     """Writes a new safetensors file and waits until it is on the disk.
 
     Args:
         tensors: on the CPU, contiguous.
-
-    Returns:
-        The byte at which each tensor begins, the size of the file, and its digest.
     """
-    header: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     position = 0
     for name, tensor in tensors.items():
         end = position + tensor.nbytes
-        header[name] = {
+        entries[name] = {
             "dtype": dtype_name(name, tensor.dtype), "shape": list(tensor.shape), "data_offsets": [position, end],
         }  # fmt: skip
         position = end
-    text = json.dumps(header).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    digest = xxhash.xxh3_128()
-    with path.open("xb", buffering=0) as file:
-        for data in (len(text).to_bytes(8, "little"), text, *(_bytes_of(tensor) for tensor in tensors.values())):
-            view = memoryview(data)  # type: ignore[arg-type]
-            for at in range(0, len(view), _PIECE):
-                piece = view[at : at + _PIECE]
-                digest.update(piece)
-                while len(piece):  # a write may take less than it is given
-                    piece = piece[file.write(piece) :]
-        os.fsync(file.fileno())
-    starts = {name: start + entry["data_offsets"][0] for name, entry in header.items()}
-    return starts, start + position, digest.hexdigest()
+    header = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+    with NewFile(path) as file:
+        header_digest = _append(file, header)
+        digests = {}
+        for name, tensor in tensors.items():
+            data = _bytes_of(tensor)
+            digests[name] = tuple(_append(file, data[at : at + PIECE]) for at in range(0, len(data), PIECE))
+    starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return Written(file.size, len(header), header_digest, starts, digests)
 
 
-def read_box(path: Path, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...], out: Tensor) -> None:
-    """Reads part of a tensor of ``shape`` and ``out``'s dtype, whose first byte is ``start`` of a file, into ``out``,
-    on the CPU. No other part of it is read."""
-    if out.numel() == 0:
-        return
-    runs = _runs(shape, wanted)
-    if runs == 1 and out.is_contiguous():
-        first = math.prod(shape[1:]) * wanted[0].start if shape else 0
-        for dim in range(1, len(shape)):
-            first += math.prod(shape[dim + 1 :]) * wanted[dim].start
-        _read_into(path, start + first * out.itemsize, out)
-        return
+def _append(file: NewFile, data: np.ndarray) -> str:
+    """Returns the digest."""
+    state = xxhash.xxh3_64()
+    for at in range(0, len(data), _STEP):
+        state.update(memoryview(data[at : at + _STEP]))  # type: ignore[arg-type]
+        file.append(data[at : at + _STEP])
+    return str(state.hexdigest())
+
+
+def read_into(path: Path, start: int, out: Tensor) -> list[str]:
+    """Reads bytes of a file, from the byte ``start`` on, into all of ``out``: contiguous, on the CPU.
+
+    Returns:
+        The digest of every :data:`PIECE` of them.
+    """
+    data = _bytes_of(out)
+    with path.open("rb", buffering=0) as file:
+        digests = []
+        for at in range(0, len(data), PIECE):
+            piece = data[at : at + PIECE]
+            parts = (piece[step : step + _STEP] for step in range(0, len(piece), _STEP))
+            digests.append(_read(file.fileno(), start + at, parts))
+        return digests
+
+
+def digest_of(path: Path, start: int, size: int) -> str:
+    """Of bytes of a file. Raises OSError."""
+    buffer = np.empty(min(_STEP, size), np.uint8)
+    with path.open("rb", buffering=0) as file:
+        return _read(file.fileno(), start, (buffer[: size - at] for at in range(0, size, _STEP)))
+
+
+def _read(file: int, start: int, parts: Iterable[np.ndarray]) -> str:
+    """Reads into one after another; returns the digest of all."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        at = 0
+        while at < len(part):
+            count = os.preadv(file, [memoryview(part[at:])], start)  # type: ignore[arg-type]
+            if count == 0:
+                raise OSError(f"the file ends at byte {start:,}")
+            at, start = at + count, start + count
+        state.update(memoryview(part))  # type: ignore[arg-type]
+    return str(state.hexdigest())
+
+
+def run_start(shape: tuple[int, ...], wanted: tuple[slice, ...]) -> int | None:
+    """Where in a tensor of ``shape`` the values of a part begin if they lie one after another, else None."""
+    sizes = [part.stop - part.start for part in wanted]
+    dim = len(shape) - 1
+    while dim >= 0 and sizes[dim] == shape[dim]:
+        dim -= 1
+    if dim > 0 and math.prod(sizes[:dim]) != 1:
+        return None
+    return sum(part.start * math.prod(shape[dim + 1 :]) for dim, part in enumerate(wanted))
+
+
+def read_apart(path: Path, start: int, shape: tuple[int, ...], wanted: tuple[slice, ...], out: Tensor) -> None:
+    """Reads a part whose values do not lie one after another, of a tensor of ``shape`` and ``out``'s dtype, whose first
+    byte is ``start`` of a file, into ``out``, on the CPU."""
     size = math.prod(shape) * out.itemsize
     mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=(size,))
     whole = torch.from_numpy(mapped)
     if start % out.itemsize:
         whole = whole.clone()
     out.copy_(whole.view(out.dtype).view(shape)[wanted])
-
-
-def digest_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(_PIECE))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -136,26 +186,3 @@ def bytes_in(directory: Path) -> int:
 def _bytes_of(tensor: Tensor) -> np.ndarray:
     data: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
     return data
-
-
-def _runs(shape: tuple[int, ...], wanted: tuple[slice, ...]) -> int:
-    """In how many pieces that are apart the part lies."""
-    sizes = [part.stop - part.start for part in wanted]
-    dim = len(shape) - 1
-    while dim >= 0 and sizes[dim] == shape[dim]:
-        dim -= 1
-    return math.prod(sizes[:dim]) if dim > 0 else 1
-
-
-def _read_into(path: Path, start: int, out: Tensor) -> None:
-    view = memoryview(_bytes_of(out))  # type: ignore[arg-type]
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        at = 0
-        while at < len(view):
-            count = os.preadv(descriptor, [view[at : at + _PIECE]], start + at)
-            if count == 0:
-                raise OSError(f"{path} ends before byte {start + len(view)}, though its manifest says otherwise")
-            at += count
-    finally:
-        os.close(descriptor)

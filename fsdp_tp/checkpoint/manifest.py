@@ -15,10 +15,10 @@ from typing import Any
 import xxhash
 
 from fsdp_tp.checkpoint.chunks import Box
-from fsdp_tp.checkpoint.files import DTYPES, digest_of, write_text
+from fsdp_tp.checkpoint.files import DTYPES, PIECE, digest_of, write_text
 
 MANIFEST = "manifest.json"
-_VERSION = 1
+_VERSION = 2
 
 
 class Damaged(ValueError):
@@ -28,9 +28,21 @@ class Damaged(ValueError):
 @dataclass(frozen=True)
 class File:
     size: int
-    """In bytes."""
+    """In bytes, as the others."""
+    header_size: int
+    """Before the first tensor."""
+    header_digest: str
+    """xxh3, 64 bits, as the others."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file, and their digest."""
+
+    file: str
+    start: int
+    size: int
     digest: str
-    """xxh3, 128 bits."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,20 @@ class Chunk:
     start: int
     """Its first byte in the file."""
     box: Box
+    digests: tuple[str, ...]
+    """Of every :data:`PIECE` bytes."""
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Chunk:
         box = Box(tuple(entry["box"]["offset"]), tuple(entry["box"]["shape"]))
-        return Chunk(entry["file"], entry["start"], box)
+        return Chunk(entry["file"], entry["start"], box, tuple(entry["digests"]))
+
+    def pieces(self, nbytes: int) -> list[Piece]:
+        """Of its ``nbytes``."""
+        return [
+            Piece(self.file, self.start + at, min(PIECE, nbytes - at), digest)
+            for at, digest in zip(range(0, nbytes, PIECE), self.digests, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,14 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].itemsize * Box((), self.shape).numel
+        return self.itemsize * Box((), self.shape).numel
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    def pieces(self) -> list[Piece]:
+        return [piece for chunk in self.chunks for piece in chunk.pieces(self.itemsize * chunk.box.numel)]
 
 
 @dataclass(frozen=True)
@@ -103,23 +131,43 @@ class Manifest:
             body["aliases"],
             body["values"],
         )
-        for stored in manifest.tensors.values():
-            for chunk in stored.chunks:
-                if chunk.file not in manifest.files or stored.dtype not in DTYPES:
-                    raise Damaged(f"{path} is damaged: a tensor is {stored.dtype}, in {chunk.file}")
+        manifest._check(path)
         return manifest
+
+    def _check(self, path: Path) -> None:
+        """That tensors are in its files, and every byte of those has a digest. Raises :class:`Damaged`."""
+        digested = {name: file.header_size for name, file in self.files.items()}
+        try:
+            for stored in self.tensors.values():
+                for piece in stored.pieces():
+                    digested[piece.file] += piece.size
+        except (KeyError, ValueError) as error:
+            raise Damaged(f"{path} is damaged: {error!r}") from None
+        for name, file in self.files.items():
+            if digested[name] != file.size:
+                raise Damaged(f"{path} is damaged: {name} has {file.size:,} bytes and digests of {digested[name]:,}")
 
     def problems(self, directory: Path, files: Iterable[str]) -> list[str]:
         """What is wrong with some of its files; all their bytes are read."""
+        pieces: dict[str, list[Piece]] = {
+            name: [Piece(name, 0, self.files[name].header_size, self.files[name].header_digest)] for name in files
+        }
+        for stored in self.tensors.values():
+            for piece in stored.pieces():
+                if piece.file in pieces:
+                    pieces[piece.file].append(piece)
         found = []
-        for name in files:
-            path, file = directory / name, self.files[name]
+        for name in pieces:
+            found += self.wrong_sizes(directory, [name]) or _damage(directory, pieces[name])
+        return found
+
+    def wrong_sizes(self, directory: Path, files: Iterable[str]) -> list[str]:
+        """Which of some files are not as long as they were, or not there."""
+        found = []
+        for path, expected in ((directory / name, self.files[name].size) for name in files):
             try:
-                size = path.stat().st_size
-                if size != file.size:
-                    found.append(f"{path} has {size:,} bytes and had {file.size:,}")
-                elif digest_of(path) != file.digest:
-                    found.append(f"{path} is damaged: its digest is not what was written")
+                if (size := path.stat().st_size) != expected:
+                    found.append(f"{path} has {size:,} bytes and had {expected:,}")
             except OSError as error:
                 found.append(f"{path} cannot be read: {error}")
         return found
@@ -131,6 +179,26 @@ class Manifest:
 def _stored(entry: dict[str, Any]) -> Stored:
     chunks = (Chunk.from_json(chunk) for chunk in entry["chunks"])
     return Stored(entry["dtype"], tuple(entry["shape"]), tuple(chunks))
+
+
+def _damage(directory: Path, pieces: Iterable[Piece]) -> list[str]:
+    """What is wrong with the first of them that is not what was written."""
+    for piece in pieces:
+        try:
+            if not is_intact(directory, piece):
+                return [damage_of(directory / piece.file)]
+        except OSError as error:
+            return [f"{directory / piece.file} cannot be read: {error}"]
+    return []
+
+
+def is_intact(directory: Path, piece: Piece) -> bool:
+    """Raises OSError: it cannot be read."""
+    return digest_of(directory / piece.file, piece.start, piece.size) == piece.digest
+
+
+def damage_of(path: Path) -> str:
+    return f"{path} is damaged: its digest is not what was written"
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -102,13 +102,17 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
     temporary = _Temporary(path, content)
     temporary.__enter__()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    alive = None
+    alive, copies, error = Alive(temporary.path, rank), {}, None
     try:
-        alive = Alive(temporary.path, rank)
-        copies = _copied(_own(content.tensors), buffers)
+        try:
+            alive.hold()
+            copies = _copied(_own(content.tensors), buffers)
+        except Exception as caught:
+            error = caught
+        # All copies come before all writing, which would slow them down.
+        require_success(f"checkpoint {path} was not written", error)
     except BaseException:
-        if alive is not None:
-            alive.close()  # no report will come
+        alive.close()
         temporary.__exit__()
         raise
     content.tensors = {name: _shape_only(tensor) for name, tensor in content.tensors.items()}
@@ -218,10 +222,10 @@ def _write(directory: Path, content: Content, own: Mapping[str, tuple[Tensor, Bo
         if not tensors:
             continue
         file = f"{kind}-{rank:05}.safetensors"
-        starts, size, digest = write_tensors(directory / file, tensors)
-        report.files[file] = File(size, digest)
-        for name, start in starts.items():
-            report.chunks[name] = [Chunk(file, start, own[name][1])]
+        written = write_tensors(directory / file, tensors)
+        report.files[file] = File(written.size, written.header_size, written.header_digest)
+        for name, start in written.starts.items():
+            report.chunks[name] = [Chunk(file, start, own[name][1], written.digests[name])]
     return report
 
 

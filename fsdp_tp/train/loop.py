@@ -113,7 +113,9 @@ def prepare(config: TrainConfig) -> Job:
             raise ValueError(
                 f"output={config.output} holds a run with {name}={before}, not {now}; choose another output"
             )
-        extra = checkpoint.load(start, model=model, optimizer=optimizer)
+    if (loaded := checkpoint.load_latest(config.output, model=model, optimizer=optimizer)) is not None:
+        start, extra = loaded
+        differing = configuration.changes(extra["config"], configuration.to_json(config))
         first_step = extra["step"]
         loader.load_state_dict(extra["data"])
         description += f"\nresumed from {start} after step {first_step}"
@@ -264,7 +266,7 @@ class StopRequest:
 
 
 def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
-    found = checkpoint.latest(config.output)
+    found = checkpoint.latest(config.output, verify=False)
     if found is not None and not config.resume:
         raise ValueError(
             f"output={config.output} holds the checkpoint {found.name} and resume is off; choose another output "

@@ -88,7 +88,7 @@ def _load(path, degree):
 
     os.preadv = counting
     try:
-        checkpoint.load(path, model=model, optimizer=optimizer)
+        checkpoint.load(path, model=model, optimizer=optimizer, verify=False)
     finally:
         os.preadv = preadv
     mine = sum(box_of(parameter).numel for parameter in model.parameters())
@@ -160,18 +160,18 @@ def test_any_layout_reads_any_other_whatever_the_shapes(tmp_path, seed):
 def test_every_box_of_a_file_is_read(tmp_path, shape, dtype):
     draw = random.Random(0)
     value = torch.randint(0, 100, shape).to(dtype)
-    starts, size, digest = files.write_tensors(
-        tmp_path / "a", {"odd": torch.ones(3, dtype=torch.uint8), "value": value}
-    )
-    assert size == (tmp_path / "a").stat().st_size
-    assert digest == files.digest_of(tmp_path / "a")
+    written = files.write_tensors(tmp_path / "a", {"odd": torch.ones(3, dtype=torch.uint8), "value": value})
+    assert written.size == (tmp_path / "a").stat().st_size
     assert torch.equal(load_file(tmp_path / "a")["value"], value)
     for _ in range(20):
         offset = tuple(draw.randint(0, size) for size in shape)
         box = Box(offset, tuple(draw.randint(0, size - start) for start, size in zip(offset, shape, strict=True)))
         part = box.within(Box((0,) * len(shape), shape))
         out = torch.empty(box.shape, dtype=dtype)
-        files.read_box(tmp_path / "a", starts["value"], shape, part, out)
+        if (first := files.run_start(shape, part)) is None:
+            files.read_apart(tmp_path / "a", written.starts["value"], shape, part, out)
+        else:
+            files.read_into(tmp_path / "a", written.starts["value"] + first * out.itemsize, out)
         assert torch.equal(out, value[part])
 
 
