@@ -76,15 +76,16 @@ def save(
             DTensors are taken for equal on all ranks.
         scheduler: anything whose ``state_dict()`` JSON can hold.
         extra: JSON-serialisable; rank 0's is stored. The states of random generators are stored without being asked.
-        keep_last: afterwards, of the complete checkpoints beside it whose names differ in the number only, this many
-            stay.
+        keep_last: afterwards, of this checkpoint and those beside it whose names have a lower number and else are the
+            same, this many stay.
 
     Raises:
         ValueError: ``path`` exists already: nothing saved is overwritten.
         OSError: on every rank: it could not be written. What was saved before is as it was.
     """
+    _check(keep_last)
     wait()
-    save_now(Path(path), _content(model, optimizer, scheduler, extra), _checked(keep_last))
+    save_now(Path(path), _content(model, optimizer, scheduler, extra), keep_last)
 
 
 def async_save(
@@ -111,10 +112,11 @@ def async_save(
             ``wait()``, or by the next call of :func:`async_save`, :func:`save`, :func:`load` or :func:`wait`.
     """
     global _last
+    _check(keep_last)
     wait()
     content = _content(model, optimizer, scheduler, extra)
     buffers = _last.buffers if _last is not None else {}
-    _last = save_in_background(Path(path), content, _checked(keep_last), buffers)
+    _last = save_in_background(Path(path), content, keep_last, buffers)
     return _last
 
 
@@ -249,10 +251,9 @@ def _content(
     return Content(extra or {}, describe_layout(tensors), tensors, aliases, values, random_state())
 
 
-def _checked(keep_last: int | None) -> int | None:
+def _check(keep_last: int | None) -> None:
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last} must be at least 1; None keeps all")
-    return keep_last
 
 
 def _require_same_names(path: Path, manifest: Manifest, here: set[str]) -> None:

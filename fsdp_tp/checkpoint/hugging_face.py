@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,6 +18,7 @@ from fsdp_tp.checkpoint.gather import gather_to_rank_0
 from fsdp_tp.checkpoint.mapped import map_safetensors
 from fsdp_tp.checkpoint.names import Experts, Storing, find_tensors, is_hugging_face, names_to_store, plain_class
 from fsdp_tp.checkpoint.rank_0 import on_rank_0, require_success
+from fsdp_tp.checkpoint.temporary import Temporary, remove_abandoned
 from fsdp_tp.layers.canonical import own_part_of, stored_part
 from fsdp_tp.layers.parameter import own_slices
 
@@ -148,17 +148,43 @@ def save_hf(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} must be None or a floating-point type")
     final = Path(directory)
-    temporary = final.with_name(f".{final.name}.incomplete")
     entries = entries_of(model)
 
     def prepare() -> None:
         if final.exists() and not (final.is_dir() and not any(final.iterdir())):
             raise ValueError(f"directory={final} exists and is not empty; save to a new one or remove it")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        if final.parent.is_dir():
+            remove_abandoned(final.parent)
 
     on_rank_0(prepare)
-    storing, files, error = Storing(model), _Files(temporary, max_shard_bytes), None
+    temporary = Temporary(final)
+    try:
+        files = _Files(temporary.open(), max_shard_bytes)
+        error = _write_tensors(model, entries, files, dtype)
+
+        def complete() -> None:
+            try:
+                if error is not None:
+                    raise error
+                files.complete()
+                _write_configs(model, temporary.path, dtype)
+                for path in temporary.path.iterdir():
+                    sync(path)
+                temporary.complete()
+            except Exception as caught:
+                # safetensors has exceptions of its own, which cannot be sent to other ranks.
+                raise OSError(f"{final} cannot be written: {caught}") from None
+
+        on_rank_0(complete)
+    finally:
+        temporary.close()
+
+
+def _write_tensors(
+    model: nn.Module, entries: list[Entry], files: _Files, dtype: torch.dtype | None
+) -> Exception | None:
+    """Rank 0 writes what it receives; returns what has gone wrong there."""
+    storing, error = Storing(model), None
     for entry in entries:
         for name in names_to_store(model, entry.names):
             whole = gather_to_rank_0(entry)
@@ -171,23 +197,7 @@ def save_hf(
                     files.add(stored, tensor)
             except Exception as caught:  # raised when nobody waits for the next tensor
                 error = caught
-
-    def complete() -> None:
-        try:
-            if error is not None:
-                raise error
-            files.complete()
-            _write_configs(model, temporary, dtype)
-            for path in (*temporary.iterdir(), temporary):
-                sync(path)
-            temporary.rename(final)
-            sync(final.parent)
-        except Exception as caught:
-            shutil.rmtree(temporary, ignore_errors=True)
-            # safetensors has exceptions of its own, which cannot be sent to other ranks.
-            raise OSError(f"{final} cannot be written: {caught}") from None
-
-    on_rank_0(complete)
+    return error
 
 
 class _Files:

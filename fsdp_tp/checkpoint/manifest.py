@@ -114,28 +114,32 @@ class Manifest:
             version, digest = body.pop("version"), body.pop("digest")
         except FileNotFoundError:
             raise Damaged(f"{directory} is not a complete checkpoint: it has no {MANIFEST}") from None
-        except (ValueError, KeyError, AttributeError) as error:
-            raise Damaged(f"{path} is damaged: {error}") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{path} is damaged: {error!r}") from None
         if version != _VERSION:
             raise Damaged(f"{path} has version {version}; this fsdp_tp reads {_VERSION}")
         if digest != _digest(body):
             raise Damaged(f"{path} is damaged: its digest is not that of its content")
-        for name in body["files"]:
-            if PurePath(name).name != name or name in (".", ".."):
-                raise Damaged(f"{path} names the file {name!r}, which is not one of its directory")
-        manifest = Manifest(
-            body["extra"],
-            body["layout"],
-            {name: File(**file) for name, file in body["files"].items()},
-            {name: _stored(entry) for name, entry in body["tensors"].items()},
-            body["aliases"],
-            body["values"],
-        )
+        try:
+            manifest = Manifest(
+                body["extra"],
+                body["layout"],
+                {name: File(**file) for name, file in body["files"].items()},
+                {name: _stored(entry) for name, entry in body["tensors"].items()},
+                body["aliases"],
+                body["values"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{path} is damaged: {error!r}") from None
         manifest._check(path)
         return manifest
 
     def _check(self, path: Path) -> None:
-        """That tensors are in its files, and every byte of those has a digest. Raises :class:`Damaged`."""
+        """That files are in its directory, tensors in the files, and every byte of those has a digest. Raises
+        :class:`Damaged`."""
+        for name in self.files:
+            if PurePath(name).name != name or name in (".", ".."):
+                raise Damaged(f"{path} names the file {name!r}, which is not one of its directory")
         digested = {name: file.header_size for name, file in self.files.items()}
         try:
             for stored in self.tensors.values():
@@ -149,9 +153,7 @@ class Manifest:
 
     def problems(self, directory: Path, files: Iterable[str]) -> list[str]:
         """What is wrong with some of its files; all their bytes are read."""
-        pieces: dict[str, list[Piece]] = {
-            name: [Piece(name, 0, self.files[name].header_size, self.files[name].header_digest)] for name in files
-        }
+        pieces: dict[str, list[Piece]] = {name: [self.header_of(name)] for name in files}
         for stored in self.tensors.values():
             for piece in stored.pieces():
                 if piece.file in pieces:
@@ -161,12 +163,17 @@ class Manifest:
             found += self.wrong_sizes(directory, [name]) or _damage(directory, pieces[name])
         return found
 
+    def header_of(self, file: str) -> Piece:
+        return Piece(file, 0, self.files[file].header_size, self.files[file].header_digest)
+
     def wrong_sizes(self, directory: Path, files: Iterable[str]) -> list[str]:
         """Which of some files are not as long as they were, or not there."""
         found = []
         for path, expected in ((directory / name, self.files[name].size) for name in files):
             try:
-                if (size := path.stat().st_size) != expected:
+                if path.is_symlink():
+                    found.append(f"{path} is a link, and was a file")
+                elif (size := path.stat().st_size) != expected:
                     found.append(f"{path} has {size:,} bytes and had {expected:,}")
             except OSError as error:
                 found.append(f"{path} cannot be read: {error}")

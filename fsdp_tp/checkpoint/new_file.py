@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,14 +24,9 @@ class NewFile:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            self._file = os.open(path, flags | _DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            path.unlink(missing_ok=True)  # some create it nevertheless
-            self._file = os.open(path, flags, 0o666)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(OSError):
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | _DIRECT)
         self._buffer = np.frombuffer(mmap.mmap(-1, _BUFFER), np.uint8)  # at the start of a page, as it must be
         self._used = 0
         self.size = 0

@@ -37,6 +37,15 @@ def from_all_ranks(value: Result) -> list[Result]:
     return values
 
 
+def to_rank_0(value: Result) -> list[Result]:
+    """On rank 0 the ``value`` of every rank, in their order; nothing elsewhere."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
 def require_success(what: str, error: Exception | None) -> None:
     """Raises, on every rank, if this or another rank has failed; every rank must call it."""
     errors = from_all_ranks(error)

@@ -48,7 +48,9 @@ def read_tensors(path: Path, manifest: Manifest, targets: Mapping[str, Tensor], 
         error = caught
     _require_intact(path, error)
     if verify:
-        _check_rest(path, [piece for stored in found.values() for piece in stored.pieces()], reader.intact)
+        pieces = [piece for stored in found.values() for piece in stored.pieces()]
+        headers = [manifest.header_of(file) for file in dict.fromkeys(piece.file for piece in pieces)]
+        _check_rest(path, [*headers, *pieces], reader.intact)
     return reader.count
 
 
@@ -137,12 +139,15 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """Directories whose names end in a number and that have a manifest, newest first."""
     if not directory.is_dir():
         return []
-    numbered = [
-        (int(match.group(1)), path)
-        for path in directory.iterdir()
-        if (match := re.search(r"(\d+)$", path.name)) and not path.name.startswith(".") and is_complete(path)
-    ]
-    return [path for _, path in sorted(numbered, reverse=True)]
+    numbered = [path for path in directory.iterdir() if split_number(path)[1] >= 0 and not path.name.startswith(".")]
+    return sorted(filter(is_complete, numbered), key=lambda path: (split_number(path)[1], path), reverse=True)
+
+
+def split_number(path: Path) -> tuple[str, int]:
+    """The name of a checkpoint without the number at its end, and that; -1 for none."""
+    match = re.fullmatch(r"(.*?)([0-9]*)", path.name, re.DOTALL)
+    assert match is not None, path
+    return match[1], int(match[2] or -1)
 
 
 def is_complete(path: Path) -> bool:

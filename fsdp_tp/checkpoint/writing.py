@@ -1,41 +1,36 @@
 """Writes checkpoints: every rank its files, under a temporary name; complete once rank 0 has renamed the directory.
 
 A rank writes what it has and no other of its replicas writes. Nothing is communicated but names, outcomes and,
-for weights that are stored in another order, the weights. In the background nothing is communicated at all: ranks leave
-a report beside their files, and rank 0 looks for those; and for a lock, which a rank that dies lets go.
+for weights that are stored in another order, the weights; in the background nothing at all.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import shutil
 import threading
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_tp.checkpoint.alive import Alive
 from fsdp_tp.checkpoint.chunks import Box, box_of, is_written_here, local_of
-from fsdp_tp.checkpoint.files import bytes_in, dtype_name, sync, write_tensors, write_text
+from fsdp_tp.checkpoint.files import dtype_name, write_tensors
 from fsdp_tp.checkpoint.manifest import Chunk, File, Manifest, Stored
-from fsdp_tp.checkpoint.rank_0 import from_all_ranks, on_rank_0, require_success
-from fsdp_tp.checkpoint.reading import complete_checkpoints
+from fsdp_tp.checkpoint.outcomes import Outcome, are_locks_seen, await_outcomes, remove_outcomes
+from fsdp_tp.checkpoint.rank_0 import on_rank_0, require_success, to_rank_0
+from fsdp_tp.checkpoint.reading import complete_checkpoints, split_number
 from fsdp_tp.checkpoint.state import OPTIMIZER
+from fsdp_tp.checkpoint.temporary import Temporary, remove, remove_abandoned
 
 logger = logging.getLogger("fsdp_tp")
 
 STALLED = 300.0
 """Seconds after which a save in the background gives up a rank that writes nothing more."""
-_LOCK = ".lock"
 
 
 @dataclass
@@ -64,9 +59,9 @@ class Report:
 class Saving:
     """A save that was begun; every rank has its own and calls its methods together with the others."""
 
-    def __init__(self, path: Path, thread: threading.Thread, outcome: list[Exception], buffers: dict[str, Any]):
+    def __init__(self, path: Path, thread: threading.Thread, errors: list[Exception], buffers: dict[str, Any]):
         self.path, self.buffers = path, buffers
-        self._thread, self._outcome, self._known = thread, outcome, False
+        self._thread, self._errors, self._known = thread, errors, False
 
     def is_done(self) -> bool:
         """Whether this rank has nothing left to do. (Others may.)"""
@@ -81,107 +76,92 @@ class Saving:
         self._thread.join()
         if not self._known:
             self._known = True
-            require_success(f"checkpoint {self.path} was not written", self._outcome[0] if self._outcome else None)
+            require_success(f"checkpoint {self.path} was not written", self._errors[0] if self._errors else None)
 
 
 def save_now(path: Path, content: Content, keep_last: int | None) -> None:
     """Every rank must call it; returns when the checkpoint is complete."""
-    with _Temporary(path, content) as temporary:
+    temporary = _begin(path, content)
+    try:
         error, report = None, None
         try:
-            report = _write(temporary.path, content, _on_cpu(_own(content.tensors)))
+            report = _write(temporary.path, _rank(), content, _on_cpu(_own(content.tensors)))
         except Exception as caught:
             error = caught
         require_success(f"checkpoint {path} was not written", error)
-        reports = [each for each in from_all_ranks(report) if each is not None]
-        on_rank_0(lambda: _complete(temporary.path, path, content, reports, keep_last))
+        reports = [each for each in to_rank_0(report) if each is not None]
+        on_rank_0(lambda: _complete(temporary, content, reports, keep_last))
+    finally:
+        temporary.close()
 
 
 def save_in_background(path: Path, content: Content, keep_last: int | None, buffers: dict[str, Any]) -> Saving:
     """Every rank must call it; returns when the tensors are copied. ``buffers``: of an earlier save, to use again."""
-    temporary = _Temporary(path, content)
-    temporary.__enter__()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    alive, copies, error = Alive(temporary.path, rank), {}, None
+    temporary, rank, size = _begin(path, content), _rank(), dist.get_world_size() if dist.is_initialized() else 1
+    own_outcome, copies, error = Outcome(temporary.path, rank), {}, None
     try:
         try:
-            alive.hold()
+            own_outcome.open()
             copies = _copied(_own(content.tensors), buffers)
         except Exception as caught:
             error = caught
         # All copies come before all writing, which would slow them down.
         require_success(f"checkpoint {path} was not written", error)
+        locks_seen = rank == 0 and are_locks_seen(temporary.path, size)
+        if size > 1:
+            dist.barrier()
     except BaseException:
-        alive.close()
-        temporary.__exit__()
+        own_outcome.close()
+        temporary.close()
         raise
     content.tensors = {name: _shape_only(tensor) for name, tensor in content.tensors.items()}
-    outcome: list[Exception] = []
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
             try:
-                report = _write(temporary.path, content, copies)
+                report = _write(temporary.path, rank, content, copies)
             except Exception as error:
-                write_text(temporary.path / f"{rank}.failed", str(error))
+                own_outcome.write({"error": str(error)})
                 raise
-            write_text(temporary.path / f"{rank}.report", _to_json(report))
+            own_outcome.write({"report": _to_json(report)})
+            own_outcome.close()
             if rank == 0:
-                _complete(temporary.path, path, content, _await_reports(temporary.path, size), keep_last)
+                outcomes = await_outcomes(temporary.path, size, locks_seen=locks_seen, stalled=STALLED)
+                for number, each in enumerate(outcomes):
+                    if "error" in each:
+                        raise OSError(f"rank {number}: {each['error']}")
+                _complete(temporary, content, [_from_json(each["report"]) for each in outcomes], keep_last)
                 logger.info("saved %s", path)
         except Exception as error:
-            outcome.append(error)
+            logger.error("checkpoint %s was not written: rank %s: %s", path, rank, error)
+            errors.append(error)
         finally:
-            alive.close()
-            if rank == 0:
-                temporary.__exit__()
+            own_outcome.close()
+            temporary.close()
 
     # Not a daemon: a process that is done ends when its checkpoint is.
     thread = threading.Thread(target=work, name=f"save {path.name}", daemon=False)
     thread.start()
-    return Saving(path, thread, outcome, copies)
+    return Saving(path, thread, errors, copies)
 
 
-class _Temporary:
-    """A new directory beside ``path``, the same on all ranks; what is left of it at the end goes. Rank 0 holds a lock
-    in it, so that whoever finds one that a killed job has left can tell."""
-
-    def __init__(self, path: Path, content: Content) -> None:
-        self._final, self._content = path, content
-        self._lock: IO[bytes] | None = None
-
-    def __enter__(self) -> _Temporary:
-        self.path = Path(on_rank_0(self._make))
-        return self
-
-    def _make(self) -> str:
-        json.dumps([self._content.extra, self._content.values])  # fails now rather than after the tensors are written
-        if self._final.exists():
-            raise ValueError(f"checkpoint path {self._final} exists already; save to a new one or remove it")
-        self._final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(self._final.parent)
-        path = self._final.with_name(f".{self._final.name}.{uuid.uuid4().hex[:8]}.incomplete")
-        path.mkdir()
-        self._lock = (path / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        return str(path)
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.close()
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _remove_abandoned(directory: Path) -> None:
-    for path in directory.glob(".*[0-9].removed"):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(".*.incomplete"):
-        try:
-            with (path / _LOCK).open("wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue  # somebody is at work there, or has just finished
+def _begin(path: Path, content: Content) -> Temporary:
+    """Every rank must call it."""
+
+    def check() -> None:
+        json.dumps([content.extra, content.values])  # fails now rather than after the tensors are written
+        if path.exists():
+            raise ValueError(f"checkpoint path {path} exists already; save to a new one or remove it")
+
+    on_rank_0(check)
+    temporary = Temporary(path)
+    temporary.open()
+    return temporary
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Box]]:
@@ -214,8 +194,9 @@ def _shape_only(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _write(directory: Path, content: Content, own: Mapping[str, tuple[Tensor, Box]]) -> Report:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def _write(directory: Path, rank: int, content: Content, own: Mapping[str, tuple[Tensor, Box]]) -> Report:
+    if rank == 0:
+        remove_abandoned(directory.parent)
     report = Report({}, {}, content.random)
     for kind, is_ours in (("model", False), ("optimizer", True)):
         tensors = {name: tensor for name, (tensor, _) in own.items() if name.startswith(OPTIMIZER) == is_ours}
@@ -229,7 +210,7 @@ def _write(directory: Path, content: Content, own: Mapping[str, tuple[Tensor, Bo
     return report
 
 
-def _complete(temporary: Path, final: Path, content: Content, reports: list[Report], keep_last: int | None) -> None:
+def _complete(temporary: Temporary, content: Content, reports: list[Report], keep_last: int | None) -> None:
     """Rank 0's part: the manifest, and the name by which the checkpoint is found."""
     tensors = {
         name: Stored(
@@ -244,59 +225,29 @@ def _complete(temporary: Path, final: Path, content: Content, reports: list[Repo
             raise ValueError(f"the ranks do not have all of {name}, or some of it twice")
     files = {name: file for report in reports for name, file in report.files.items()}
     values = {**content.values, "random": [report.random for report in reports]}
-    for path in (*temporary.glob("*.report"), *temporary.glob("*.alive"), temporary / _LOCK):
-        path.unlink(missing_ok=True)
-    Manifest(content.extra, content.layout, files, tensors, content.aliases, values).write(temporary)
-    sync(temporary)
-    try:
-        temporary.rename(final)
-    except OSError as error:
-        if not final.exists():
-            raise
-        raise ValueError(f"{final} exists already: somebody else has saved there meanwhile") from error
-    sync(final.parent)
+    remove_outcomes(temporary.path)
+    Manifest(content.extra, content.layout, files, tensors, content.aliases, values).write(temporary.path)
+    temporary.complete()
     if keep_last is not None:
-        _remove_old(final.parent, final, keep_last)
+        _remove_old(temporary.final, keep_last)
 
 
-def _remove_old(directory: Path, newest: Path, keep: int) -> None:
-    """All but the last ``keep`` complete checkpoints that are named alike."""
-    stem = newest.name.rstrip("0123456789")
-    alike = [path for path in complete_checkpoints(directory) if path.name.rstrip("0123456789") == stem]
-    for path in alike[keep:]:
-        going = path.with_name(f".{path.name}.removed")
-        path.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+def _remove_old(newest: Path, keep: int) -> None:
+    """Of the complete checkpoints that are named alike and come before ``newest`` all but the last ``keep - 1``. (Those
+    with higher numbers are another run's, or damaged.)"""
+    stem, number = split_number(newest)
+    alike = [path for path in complete_checkpoints(newest.parent) if split_number(path)[0] == stem]
+    for path in [path for path in alike if split_number(path)[1] < number][keep - 1 :]:
+        try:
+            remove(path)
+        except OSError as error:  # the new one is complete all the same
+            logger.warning("%s was not removed: %s", path, error)
 
 
-def _await_reports(directory: Path, size: int) -> list[Report]:
-    """Of all ranks, in their order, as soon as all are there.
-
-    Raises:
-        OSError: one has failed or is gone, or no file has grown for :data:`STALLED` seconds.
-    """
-    before, since = -1, time.monotonic()
-    while True:
-        if failed := sorted(directory.glob("*.failed")):
-            raise OSError(f"rank {failed[0].stem}: {failed[0].read_text()}")
-        missing = [rank for rank in range(size) if not (directory / f"{rank}.report").exists()]
-        if not missing:
-            return [_from_json((directory / f"{rank}.report").read_text()) for rank in range(size)]
-        if gone := [rank for rank in missing if Alive.is_gone(directory, rank)]:
-            raise OSError(f"rank {gone[0]} has ended before its part was written")
-        written = bytes_in(directory)
-        if written != before:
-            before, since = written, time.monotonic()
-        elif time.monotonic() - since > STALLED:
-            raise OSError(f"rank {missing[0]} has written nothing for {STALLED:.0f} s")
-        time.sleep(0.02)
+def _to_json(report: Report) -> dict[str, Any]:
+    return asdict(report)
 
 
-def _to_json(report: Report) -> str:
-    return json.dumps(asdict(report))
-
-
-def _from_json(text: str) -> Report:
-    found = json.loads(text)
+def _from_json(found: dict[str, Any]) -> Report:
     chunks = {name: [Chunk.from_json(each) for each in chunks] for name, chunks in found["chunks"].items()}
     return Report({name: File(**file) for name, file in found["files"].items()}, chunks, found["random"])

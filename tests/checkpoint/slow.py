@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp_tp.checkpoint import writing
+from fsdp_tp.checkpoint import temporary, writing
 from fsdp_tp.train import config as configuration
 from fsdp_tp.train import data, loop, main
 
@@ -35,7 +35,7 @@ def _later(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
 def slow_down() -> None:
     loop.train_step = _later(STEP, loop.train_step)
     writing.write_tensors = _later(FILE, writing.write_tensors)
-    writing.sync = _later(SYNC, writing.sync)
+    temporary.sync = _later(SYNC, temporary.sync)
 
 
 def record_samples(output: Path) -> None:

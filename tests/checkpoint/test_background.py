@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
+import logging.handlers
 import os
 import shutil
 import signal
@@ -164,6 +167,66 @@ def test_a_rank_that_cannot_copy_its_part_fails_on_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
+def _nobody_asks(directory):
+    model, optimizer = _sharded()
+    undo, messages = _writing(_full_on_rank_1), logging.handlers.BufferingHandler(100)
+    logging.getLogger("fsdp_tp").addHandler(messages)
+    try:
+        checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer)._thread.join()
+    finally:
+        undo()
+        checkpoint._last = None
+    return [record.getMessage() for record in messages.buffer if record.levelno == logging.ERROR]
+
+
+def test_a_failure_is_told_where_nobody_asks(tmp_path):
+    """Else a process whose last save has failed would end as if nothing was wrong."""
+    for messages in run(2, _nobody_asks, tmp_path):
+        assert any("No space left" in message for message in messages), messages
+
+
+def _group_ends(directory):
+    model, optimizer = _sharded()
+    undo = _writing(_slowly)
+    saving = checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer)
+    dist.destroy_process_group()
+    saving._thread.join()
+    undo()
+    checkpoint._last = None
+
+
+def test_the_process_group_may_end_before_the_save(tmp_path):
+    run(2, _group_ends, tmp_path)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+
+
+def _locks(directory, fails):
+    model, optimizer = _sharded()
+    original = fcntl.flock
+    fcntl.flock = lambda file, how: None if fails(file) else original(file, how)
+    try:
+        for step in (1, 2):
+            checkpoint.async_save(directory / f"step-{step}", model=model, optimizer=optimizer)
+        checkpoint.wait()
+    finally:
+        fcntl.flock = original
+
+
+def _unknown(file):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def _of_one_host(file):
+    """As if every rank had a host of its own, and its file system locked for that only."""
+    return str(file.name).endswith(".outcome")
+
+
+@pytest.mark.parametrize("fails", [_unknown, _of_one_host])
+def test_file_systems_without_locks_between_hosts(tmp_path, fails):
+    run(2, _locks, tmp_path, fails)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+
+
 def _directory_goes(directory):
     model, optimizer = _sharded()
     checkpoint.async_save(directory / "step-1", model=model, optimizer=optimizer)
@@ -236,7 +299,6 @@ def test_what_a_killed_process_left_is_no_checkpoint_and_goes_with_the_next_save
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert checkpoint.latest(directory) == directory / "step-2"
-    (directory / ".step-0.removed").mkdir()  # what keep_last had begun to remove
     checkpoint.save(directory / "step-3", model=model)
     assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-3"]
 

@@ -3,6 +3,8 @@ look in fsdp_tp/checkpoint: writing.py, reading.py, manifest.py, files.py."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -10,12 +12,15 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_tp
 from fsdp_tp import checkpoint
-from fsdp_tp.checkpoint import files
+from fsdp_tp.checkpoint import files, new_file
+from fsdp_tp.checkpoint import manifest as manifest_module
 from fsdp_tp.checkpoint.chunks import Box, box_of
 from fsdp_tp.checkpoint.manifest import Damaged, Manifest
 from fsdp_tp.layers.canonical import arranged_parameters, restore
@@ -213,6 +218,136 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(tmp_path, ca
     assert f"step-2/{file}" in message
     assert said in message
     assert checkpoint.load(tmp_path / "step-1", model=model, optimizer=optimizer) == {"step": 1}
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fsdp_tp"):
+        found = checkpoint.load_latest(tmp_path, model=model, optimizer=optimizer)
+    assert found == (tmp_path / "step-1", {"step": 1})
+    (message,) = caplog.messages
+    assert f"step-2/{file}" in message
+    damage(tmp_path / "step-1" / file)
+    with pytest.raises(Damaged, match="all 2 checkpoints in .* are damaged; mend them, or move them away"):
+        checkpoint.load_latest(tmp_path, model=model, optimizer=optimizer)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_newest_is_loaded_or_nothing(tmp_path):
+    model, other = _net(), _net(1)
+    assert checkpoint.load_latest(tmp_path, model=model) is None
+    checkpoint.save(tmp_path / "step-3", model=model, extra={"step": 3})
+    assert checkpoint.load_latest(tmp_path, model=other) == (tmp_path / "step-3", {"step": 3})
+    assert torch.equal(model[0].weight, other[0].weight)
+    with pytest.raises(ValueError, match="is not a checkpoint of this model"):
+        checkpoint.load_latest(tmp_path, model=nn.Linear(7, 5))
+
+
+def _load_damaged(path, verify, columns):
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Linear(40, 30, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1 if columns else 0)]))
+    try:
+        checkpoint.load(path, model=model, verify=verify)
+    except Damaged as damage:
+        return str(damage)
+    return None
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_flipped_bit_is_found_by_a_load_in_any_layout(tmp_path, world, columns, monkeypatch):
+    """Also where no rank reads all that a digest is of; wherever the bit is."""
+    torch.manual_seed(0)
+    checkpoint.save(tmp_path / "step-1", model=nn.Linear(40, 30, bias=False))
+    file = tmp_path / "step-1/model-00000.safetensors"
+    good = file.read_bytes()
+    assert run(world, _load_damaged, tmp_path / "step-1", True, columns) == [None] * world
+    for at in (-1, -4 * 40 * 30, -2500):
+        bad = bytearray(good)
+        bad[at] ^= 1
+        file.write_bytes(bad)
+        found = run(world, _load_damaged, tmp_path / "step-1", True, columns)
+        assert all(f"{file} is damaged" in each for each in found), (at, found)
+        assert run(world, _load_damaged, tmp_path / "step-1", False, columns) == [None] * world
+
+
+@pytest.mark.usefixtures("one_process")
+def test_tensors_larger_than_a_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 100)
+    monkeypatch.setattr(manifest_module, "PIECE", 100)
+    model, other = _net(), _net(1)
+    checkpoint.save(tmp_path / "step-1", model=model)
+    pieces = Manifest.read(tmp_path / "step-1").tensors["0.weight"].pieces()
+    assert [piece.size for piece in pieces] == [100, 40]
+    checkpoint.load(tmp_path / "step-1", model=other)
+    assert torch.equal(model[0].weight, other[0].weight)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+    data = bytearray((tmp_path / "step-1/model-00000.safetensors").read_bytes())
+    data[pieces[1].start] ^= 1
+    (tmp_path / "step-1/model-00000.safetensors").write_bytes(data)
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(Damaged, match="model-00000.safetensors is damaged"):
+        checkpoint.load(tmp_path / "step-1", model=other)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_files_larger_than_the_buffer_and_file_systems_that_have_no_way_past_the_page_cache(tmp_path, monkeypatch):
+    def refusing(file, what, *flags):
+        if what == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(file, what, *flags)
+
+    monkeypatch.setattr(new_file, "_BUFFER", 3 * 4096)
+    data = {"a": torch.randn(5, 1000), "b": torch.arange(7, dtype=torch.uint8), "c": torch.randn(4096)}
+    files.write_tensors(tmp_path / "direct", data)
+    original = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+    files.write_tensors(tmp_path / "cached", data)
+    for name in ("direct", "cached"):
+        assert all(torch.equal(tensor, data[key]) for key, tensor in load_file(tmp_path / name).items())
+    assert (tmp_path / "direct").read_bytes() == (tmp_path / "cached").read_bytes()
+    with pytest.raises(FileExistsError):
+        files.write_tensors(tmp_path / "direct", data)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_blocks_of_another_size_than_expected(tmp_path, monkeypatch):
+    """A write may be refused though the file was opened for it, or may end anywhere."""
+
+    def picky(file, data):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            if len(data) % 8192:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return write(file, data)
+        return write(file, data[:1000])
+
+    write = os.write
+    monkeypatch.setattr(os, "write", picky)
+    monkeypatch.setattr(new_file, "_BUFFER", 3 * 4096)
+    data = {"a": torch.randn(5, 1000), "c": torch.randn(4097)}
+    files.write_tensors(tmp_path / "file", data)
+    assert all(torch.equal(tensor, data[key]) for key, tensor in load_file(tmp_path / "file").items())
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("content", ["[]", "3", '{"version": 2}', "\xff"])
+def test_what_is_no_manifest_is_damaged(tmp_path, content):
+    _saved_twice(tmp_path)
+    (tmp_path / "step-2/manifest.json").write_bytes(content.encode("latin1"))
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+    (tmp_path / "step-2/manifest.json").unlink()
+    (tmp_path / "step-2/manifest.json").symlink_to(tmp_path / "loop")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_links_are_not_followed(tmp_path):
+    _saved_twice(tmp_path)
+    file = tmp_path / "step-2/model-00000.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Damaged, match="model-00000.safetensors is a link, and was a file"):
+        checkpoint.load(tmp_path / "step-2", model=_net())
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
 
 
 @pytest.mark.usefixtures("one_process")
