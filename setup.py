@@ -107,7 +107,7 @@ setup(
         for name in ("libfsdp_tp_shm", "fsdp_tp_torch", "libfsdp_tp_cuda")
     ],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "safetensors", "tyro", "xxhash"],
+    install_requires=["torch>=2.11", "einops", "jinja2", "numpy", "rich", "tyro", "xxhash"],
     extras_require={
         "hf": ["transformers"],
         "data": ["torchdata", "datasets"],
@@ -124,6 +124,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "ruff",
+            "safetensors",
             "tensorboard",
         ],
     },

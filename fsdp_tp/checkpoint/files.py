@@ -63,13 +63,16 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Written:
     """Writes a new safetensors file and waits until it is on the disk.
 
     Args:
         tensors: on the CPU, contiguous.
+        metadata: of the file, for its readers.
     """
-    entries: dict[str, dict[str, Any]] = {}
+    # Large types first: so all values are where their types may be in memory, and can be used from a mapped file.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    entries: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, tensor in tensors.items():
         end = position + tensor.nbytes
@@ -86,7 +89,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
         for name, tensor in tensors.items():
             data = _bytes_of(tensor)
             digests[name] = tuple(_append(file, data[at : at + PIECE]) for at in range(0, len(data), PIECE))
-    starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    starts = {name: len(header) + entries[name]["data_offsets"][0] for name in tensors}
     return Written(file.size, len(header), header_digest, starts, digests)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_tp.checkpoint.files import sync
+from fsdp_tp.checkpoint.files import sync, write_tensors
 from fsdp_tp.checkpoint.full import Entry, entries_of, match_entries
 from fsdp_tp.checkpoint.gather import gather_to_rank_0
 from fsdp_tp.checkpoint.mapped import map_safetensors
@@ -172,7 +172,6 @@ def save_hf(
                     sync(path)
                 temporary.complete()
             except Exception as caught:
-                # safetensors has exceptions of its own, which cannot be sent to other ranks.
                 raise OSError(f"{final} cannot be written: {caught}") from None
 
         on_rank_0(complete)
@@ -232,9 +231,7 @@ class _Files:
         (self._directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._waiting, self._path(len(self._names)), metadata=_FORMAT)
+        write_tensors(self._path(len(self._names)), self._waiting, metadata=_FORMAT)
         self._total += sum(each.nbytes for each in self._waiting.values())
         self._names.append(list(self._waiting))
         self._waiting = {}

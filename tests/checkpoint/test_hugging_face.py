@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in and out against transformers itself.
 
 If a family fails, look at how its names and shapes are matched in fsdp_tp/checkpoint/names.py; if values differ, at
-own_part_of and gather_whole in fsdp_tp/layers/canonical.py.
+own_part_of and put_stored_part in fsdp_tp/layers/canonical.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -17,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fsdp_tp
+from fsdp_tp.checkpoint import hugging_face
 from fsdp_tp.checkpoint.hugging_face import load_hf, save_hf
 from fsdp_tp.checkpoint.names import Storing, find_tensors
 from fsdp_tp.plans import families as known_families
@@ -289,19 +289,20 @@ def _cannot_save(root):
     with pytest.raises(ValueError, match="dtype=torch.int8 must be None or a floating-point type"):
         save_hf(model, root / "new", dtype=torch.int8)
 
-    def fail(*args, **kwargs):
-        raise safetensors.SafetensorError("no space left")
+    def twice(*args, **kwargs):
+        if len(count) == 2:
+            raise OSError("no space left")
+        count.append(1)
+        return write(*args, **kwargs)
 
-    whole, count = safetensors.torch.save_file, []
+    write, count = hugging_face.write_tensors, []
     if dist.get_rank() == 0:
-        safetensors.torch.save_file = lambda *args, **kwargs: (whole if len(count) < 2 else fail)(
-            *args, **kwargs, **(count.append(1) or {})
-        )
+        hugging_face.write_tensors = twice
     try:
         with pytest.raises(OSError, match="new cannot be written: no space left"):
             save_hf(model, root / "new", max_shard_bytes=SMALL)
     finally:
-        safetensors.torch.save_file = whole
+        hugging_face.write_tensors = write
     save_hf(model, root / "new")
 
 
