@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_tp.checkpoint.chunks import Box, box_of, is_written_here, local_of
+from fsdp_tp.checkpoint.chunks import Box, are_whole, box_of, is_written_here, local_of
 from fsdp_tp.checkpoint.files import dtype_name, write_tensors
 from fsdp_tp.checkpoint.manifest import Chunk, File, Manifest, Stored
 from fsdp_tp.checkpoint.outcomes import Outcome, are_locks_seen, await_outcomes, remove_outcomes
@@ -221,8 +221,11 @@ def _complete(temporary: Temporary, content: Content, reports: list[Report], kee
         for name, tensor in content.tensors.items()
     }
     for name, stored in tensors.items():
-        if sum(chunk.box.numel for chunk in stored.chunks) != Box((), stored.shape).numel:
-            raise ValueError(f"the ranks do not have all of {name}, or some of it twice")
+        if not are_whole(stored.shape, [chunk.box for chunk in stored.chunks]):
+            raise ValueError(
+                f"the ranks do not have all of {name}, or some of it twice; a DTensor's mesh must be one of all ranks, "
+                "or cut from one"
+            )
     files = {name: file for report in reports for name, file in report.files.items()}
     values = {**content.values, "random": [report.random for report in reports]}
     remove_outcomes(temporary.path)
