@@ -7,6 +7,7 @@ temporary name and renamed when it is complete and on the disk. Reading one exec
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_tp.checkpoint.fits import require_model, require_optimizer, require_parts
 from fsdp_tp.checkpoint.full import load_full_state_dict
 from fsdp_tp.checkpoint.hugging_face import load_hf, save_hf
-from fsdp_tp.checkpoint.manifest import Damaged, Manifest
+from fsdp_tp.checkpoint.manifest import Damaged
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
 from fsdp_tp.checkpoint.reading import complete_checkpoints, find_problems, read_manifest, read_tensors
 from fsdp_tp.checkpoint.state import (
@@ -32,6 +34,7 @@ from fsdp_tp.checkpoint.state import (
     random_state,
     set_random_state,
 )
+from fsdp_tp.checkpoint.values import from_json, require_string_keys, to_json
 from fsdp_tp.checkpoint.writing import Content, Saving, save_in_background, save_now
 from fsdp_tp.layers.canonical import without_values
 
@@ -74,13 +77,16 @@ def save(
             (``step-100``) for :func:`latest` to find it.
         model, optimizer: any layout; tensors are stored with their global shapes and dtypes. Tensors that are no
             DTensors are taken for equal on all ranks.
-        scheduler: anything whose ``state_dict()`` JSON can hold.
-        extra: JSON-serialisable; rank 0's is stored. The states of random generators are stored without being asked.
+        scheduler: any of torch's, or one whose ``state_dict()`` holds numbers, strings, tensors, lists, tuples and
+            dicts only: it comes back as it was.
+        extra: JSON-serialisable; rank 0's is stored, and tuples in it come back as lists. The states of random
+            generators are stored without being asked.
         keep_last: afterwards, of this checkpoint and those beside it whose names have a lower number and else are the
             same, this many stay.
 
     Raises:
-        ValueError: ``path`` exists already: nothing saved is overwritten.
+        ValueError: on every rank: ``path`` exists already (nothing saved is overwritten), or a value cannot be stored,
+            as ``extra`` with keys that are no strings.
         OSError: on every rank: it could not be written. What was saved before is as it was.
     """
     _check(keep_last)
@@ -140,6 +146,9 @@ def load(
     ranks, random generators go on where they were.
 
     Args:
+        model: with memory for its parameters. Floating-point values are cast to the dtypes that it has.
+        optimizer: of the same parameters; its groups take over the settings, all but how this run computes (``fused``,
+            ``foreach``, ``capturable``, ``differentiable``).
         scheduler: its ``load_state_dict`` gets what was saved of one.
         verify: compares the digests of what is read meanwhile. Where another layout cuts the 16 MiB of one digest in
             two, one rank reads those again.
@@ -148,8 +157,8 @@ def load(
         What was given to :func:`save` as ``extra``.
 
     Raises:
-        ValueError: on every rank: ``path`` is not a complete checkpoint, or not one of this model; parameters,
-            buffers or shapes that differ are listed.
+        ValueError: on every rank, and nothing is loaded: ``path`` is not a complete checkpoint, or not one of this
+            model, optimizer and scheduler; names, shapes and dtypes that do not fit are listed.
         Damaged: on every rank: (a ValueError) a file is not what was written; ``model`` and ``optimizer`` are partly
             overwritten.
     """
@@ -158,19 +167,20 @@ def load(
     manifest = read_manifest(path)
     with without_values():  # all of them come from the checkpoint
         tensors, aliases = model_state(model)
-    _require_same_names(path, manifest, {*tensors, *aliases})
-    _require_ties(path, manifest, aliases)
+    require_parts(path, manifest, optimizer=optimizer, scheduler=scheduler)
+    require_model(path, manifest, tensors, aliases)
     targets = dict(tensors)
     if optimizer is not None:
+        require_optimizer(path, manifest, model, optimizer)
         targets.update(optimizer_targets(model, optimizer, manifest))
     count = read_tensors(path, manifest, targets, verify=verify)
     logger.info("%s: this rank read %s bytes of %s", path, count, sum(file.size for file in manifest.files.values()))
     load_model(model, tensors, aliases)
     if optimizer is not None:
         read = {name: tensor for name, tensor in targets.items() if name.startswith(OPTIMIZER)}
-        load_optimizer(model, optimizer, read, manifest.values["groups"])
+        load_optimizer(model, optimizer, read, manifest.values)
     if scheduler is not None:
-        scheduler.load_state_dict(manifest.values["scheduler"])
+        scheduler.load_state_dict(from_json(manifest.values["scheduler"]))
     if len(states := manifest.values["random"]) == (dist.get_world_size() if dist.is_initialized() else 1):
         set_random_state(states[dist.get_rank() if dist.is_initialized() else 0])
     return manifest.extra
@@ -241,14 +251,15 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | 
 def _content(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: dict[str, Any] | None
 ) -> Content:
+    extra = on_rank_0(lambda: _as_json(extra or {}))
     tensors, aliases = model_state(model)
     values: dict[str, Any] = {}
     if optimizer is not None:
-        of_optimizer, values["groups"] = optimizer_state(model, optimizer)
+        of_optimizer, values = optimizer_state(model, optimizer)
         tensors = {**tensors, **of_optimizer}
     if scheduler is not None:
-        values["scheduler"] = scheduler.state_dict()
-    return Content(extra or {}, describe_layout(tensors), tensors, aliases, values, random_state())
+        values["scheduler"] = to_json(scheduler.state_dict(), "the scheduler's state")
+    return Content(extra, describe_layout(tensors), tensors, aliases, values, random_state())
 
 
 def _check(keep_last: int | None) -> None:
@@ -256,15 +267,8 @@ def _check(keep_last: int | None) -> None:
         raise ValueError(f"keep_last={keep_last} must be at least 1; None keeps all")
 
 
-def _require_same_names(path: Path, manifest: Manifest, here: set[str]) -> None:
-    stored = {name for name in (*manifest.tensors, *manifest.aliases) if not name.startswith(OPTIMIZER)}
-    problems = {"missing": sorted(here - stored), "unexpected": sorted(stored - here)}
-    if parts := [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]:
-        raise ValueError(f"{path} is not a checkpoint of this model; {'; '.join(parts)}")
-
-
-def _require_ties(path: Path, manifest: Manifest, aliases: dict[str, str]) -> None:
-    """One of two stored tensors would be lost."""
-    for name, other in aliases.items():
-        if manifest.find(name) is not manifest.find(other):
-            raise ValueError(f"{path} is not a checkpoint of this model; {name} is tied to {other} here and not there")
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """What will be read of it, whatever becomes of it while it is written."""
+    require_string_keys(extra, "extra")
+    read: dict[str, Any] = json.loads(json.dumps(extra))
+    return read

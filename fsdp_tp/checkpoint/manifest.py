@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -59,6 +59,9 @@ class Chunk:
         box = Box(tuple(entry["box"]["offset"]), tuple(entry["box"]["shape"]))
         return Chunk(entry["file"], entry["start"], box, tuple(entry["digests"]))
 
+    def to_json(self) -> dict[str, Any]:
+        return {"file": self.file, "start": self.start, "box": vars(self.box), "digests": self.digests}
+
     def pieces(self, nbytes: int) -> list[Piece]:
         """Of its ``nbytes``."""
         return [
@@ -99,10 +102,17 @@ class Manifest:
     aliases: dict[str, str]
     """Further names of tied tensors."""
     values: dict[str, Any]
-    """What is no tensor: the optimizer's groups, the scheduler, random states."""
+    """What is no tensor: the optimizer's groups and state, the scheduler, random states. Keys are strings."""
 
     def write(self, directory: Path) -> None:
-        body = json.loads(json.dumps(asdict(self)))  # as it will be read: keys are strings then
+        body = {
+            **vars(self),
+            "files": {name: vars(file) for name, file in self.files.items()},
+            "tensors": {
+                name: {**vars(stored), "chunks": [chunk.to_json() for chunk in stored.chunks]}
+                for name, stored in self.tensors.items()
+            },
+        }
         write_text(directory / MANIFEST, json.dumps({"version": _VERSION, "digest": _digest(body), **body}))
 
     @staticmethod

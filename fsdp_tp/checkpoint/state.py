@@ -12,32 +12,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_tp.checkpoint.chunks import local_of
+from fsdp_tp.checkpoint.chunks import local_of, require_box
 from fsdp_tp.checkpoint.files import DTYPES
 from fsdp_tp.checkpoint.manifest import Manifest, Stored
-from fsdp_tp.layers.canonical import arrange, arranged_parameters, restore, without_values
+from fsdp_tp.checkpoint.values import from_json, to_json
+from fsdp_tp.layers.canonical import arrange, arrangement_of, restore, without_values
 from fsdp_tp.layers.parameter import from_local
+from fsdp_tp.layers.split import Split
 
 OPTIMIZER = "optimizer.state."
 """What names of an optimizer's tensors begin with."""
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_OF_THIS_RUN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Of an optimizer's group, what a checkpoint does not change: its parameters, and how it computes."""
 
 
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Its state dict, tied tensors once, and their further names.
 
     Raises:
-        ValueError: an entry is no tensor.
+        ValueError: an entry is no tensor, or some rank has no box of it.
     """
     state: dict[str, Any] = get_model_state_dict(model)
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} in the model's state dict is a {type(tensor).__name__}, not a tensor")
+        require_box(name, tensor)
     aliases = {}
     for first, *others in _names(model).values():
         aliases.update({other: first for other in others if first in state and other in state})
@@ -50,40 +54,55 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, 
     set_model_state_dict(model, whole)
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """What it keeps of each parameter, as ``optimizer.state.<parameter>.<key>``, and its groups, as JSON values.
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What it keeps of each parameter, as ``optimizer.state.<parameter>.<key>``; and as JSON values its ``groups``, and
+    as ``state`` what it keeps that is no tensor.
 
     Raises:
-        ValueError: it has a parameter that the model has not, or an entry for every stored row of a parameter that is
-            stored in another order, but of another shape.
+        ValueError: it has a parameter that the model has not, a value that cannot be stored, or an entry for every
+            stored row of a parameter that is stored in another order, but of another shape.
     """
-    names, tensors = _own_names(model, optimizer), {}
-    arranged = arranged_parameters(model)
+    names, arranged = own_names(model, optimizer), _arranged(model)
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             entry = f"{OPTIMIZER}{name}.{key}"
-            if not isinstance(value, Tensor):
-                value = torch.tensor(value)
-            if name in arranged:
-                value = _restored(entry, value, parameter, arranged[name])
-            tensors[entry] = value.detach()
+            if isinstance(value, Tensor):
+                if parameter in arranged:
+                    value = _restored(entry, value, parameter, arranged[parameter])
+                tensors[entry] = value.detach()
+            elif value is None or isinstance(value, bool | int | float | str):
+                others.setdefault(name, {})[key] = value
+            else:
+                raise ValueError(
+                    f"{entry} is a {type(value).__name__}, which cannot be stored; of an optimizer's state tensors, "
+                    "numbers, strings and None can"
+                )
     groups = [
-        {"params": [names[parameter] for parameter in group["params"]], **_json_values(group)}
-        for group in optimizer.param_groups
+        {
+            "params": [names[parameter] for parameter in group["params"]],
+            **{
+                key: to_json(value, f"{key!r} of the optimizer's group {index}")
+                for key, value in group.items()
+                if key != "params"
+            },
+        }
+        for index, group in enumerate(optimizer.param_groups)
     ]
-    return tensors, groups
+    return tensors, {"groups": groups, "state": others}
 
 
 def optimizer_targets(model: nn.Module, optimizer: Optimizer, manifest: Manifest) -> dict[str, Tensor]:
     """Memory for what a checkpoint has of the optimizer's parameters, laid out as they are: what the optimizer has of
     them now, where that fits."""
-    targets, arranged, stored = {}, arranged_parameters(model), _by_parameter(manifest.tensors)
-    for parameter, name in _own_names(model, optimizer).items():
+    targets, arranged, stored = {}, _arranged(model), _by_parameter(manifest.tensors)
+    for parameter, name in own_names(model, optimizer).items():
         for key, tensor in stored.get(name, {}).items():
             like = optimizer.state.get(parameter, {}).get(key)
-            if name in arranged:
+            if parameter in arranged:
                 with without_values():
-                    like = restore(parameter, *arranged[name])
+                    like = restore(parameter, *arranged[parameter])
             elif not isinstance(like, Tensor) or tuple(like.shape) != tensor.shape:
                 like = parameter
             elif like.dtype == DTYPES[tensor.dtype]:
@@ -93,26 +112,46 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, manifest: Manifest
     return targets
 
 
-def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], groups: list[Any]) -> None:
-    """Replaces the optimizer's state by what was read into :func:`optimizer_targets`. A parameter of which the
-    checkpoint has nothing (it was frozen, or never had a gradient) has no state then either."""
-    arranged = arranged_parameters(model)
-    names = _own_names(model, optimizer)
+def load_optimizer(
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: Mapping[str, Any]
+) -> None:
+    """Replaces the optimizer's state by what was read into :func:`optimizer_targets`, and by ``values``. A parameter of
+    which the checkpoint has nothing (it was frozen, or never had a gradient) has no state then either."""
+    arranged = _arranged(model)
+    names = own_names(model, optimizer)
     read = _by_parameter(tensors)
     for parameter, name in names.items():
         state = read.get(name, {})
-        if name in arranged:
+        if parameter in arranged:
             for key, value in state.items():
                 if isinstance(value, DTensor):
-                    state[key] = arrange(value, *arranged[name], parameter)
+                    state[key] = arrange(value, *arranged[parameter], parameter)
+        state.update(values["state"].get(name, {}))
         optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[parameter] = state
-    for group in optimizer.param_groups:
-        saved = next((each for each in groups if names[group["params"][0]] in each["params"]), None)
-        for key, value in (saved or {}).items():
-            if key != "params" and key in group:
-                group[key] = _as_before(value, group[key])
+    for group, saved in zip(optimizer.param_groups, saved_groups(names, optimizer, values["groups"]), strict=True):
+        for key, value in settings_of(saved[0] if saved else {}).items():
+            read_value = from_json(value)
+            group[key] = _as_before(read_value, group[key]) if key in group else read_value
+
+
+def saved_groups(names: dict[Tensor, str], optimizer: Optimizer, groups: list[Any]) -> list[list[dict[str, Any]]]:
+    """For every group of ``optimizer`` those of a checkpoint that have parameters of it. For one without parameters,
+    that without parameters at the same place, if there is one."""
+    of_name = {name: group for group in groups for name in group["params"]}
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        same = {id(its): its for parameter in group["params"] if (its := of_name.get(names[parameter])) is not None}
+        if not group["params"] and index < len(groups) and not groups[index]["params"]:
+            same = {index: groups[index]}
+        found.append(list(same.values()))
+    return found
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a stored group, what :func:`load_optimizer` takes over."""
+    return {key: value for key, value in group.items() if key not in _OF_THIS_RUN}
 
 
 def random_state() -> str:
@@ -142,16 +181,25 @@ def describe_layout(tensors: dict[str, Tensor]) -> str:
 
 
 def _names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """All names of each parameter, without those of wrappers around modules."""
+    """All names of each parameter, as ``get_model_state_dict`` has them: without those of wrappers around modules."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).extend(_get_fqns(model, name))
     return names
 
 
-def _own_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+def _arranged(model: nn.Module) -> dict[Tensor, tuple[Split, int]]:
+    """How the parameters that are stored in another order are."""
+    return {
+        parameter: arrangement
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and (arrangement := arrangement_of(module, name)) is not None
+    }
+
+
+def own_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """Of the optimizer's parameters. Raises ValueError for one that the model has not."""
     names, found = _names(model), {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -205,20 +253,13 @@ def _restored(entry: str, value: Tensor, parameter: Tensor, arrangement: Any) ->
     return value
 
 
-def _json_values(group: dict[str, Any]) -> dict[str, Any]:
-    """Of an optimizer's group, what JSON can hold."""
-    values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-    simple = (bool, int, float, str, type(None))
-    return {
-        key: value
-        for key, value in values.items()
-        if key != "params"
-        and all(isinstance(each, simple) for each in (value if isinstance(value, list | tuple) else [value]))
-    }
-
-
 def _as_before(value: Any, before: Any) -> Any:
-    """A value of a group in the type that it has there."""
+    """A value of a group in the type that it has there; a tensor stays the same one."""
     if isinstance(before, Tensor):
-        return before.fill_(value)
-    return tuple(value) if isinstance(before, tuple) else value
+        before.detach().copy_(torch.as_tensor(value))
+        return before
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(before, tuple) and isinstance(value, list | tuple) and len(value) == len(before):
+        return tuple(_as_before(*both) for both in zip(value, before, strict=True))
+    return value
