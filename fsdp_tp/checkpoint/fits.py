@@ -50,8 +50,10 @@ def require_model(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor],
             and not (dtype.is_floating_point and tensor.is_floating_point())
         ],
         # One of two stored tensors would be lost.
-        "tied here and not there": [
-            f"{name} to {other}" for name, other in aliases.items() if manifest.find(name) is not manifest.find(other)
+        "of other ties": [
+            f"{name} is tied to {other} here and not there"
+            for name, other in aliases.items()
+            if manifest.find(name) is not manifest.find(other)
         ],
     }
     _require_none(f"{path} is not a checkpoint of this model", problems)

@@ -68,6 +68,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
     for parameter, name in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             entry = f"{OPTIMIZER}{name}.{key}"
+            if not isinstance(key, str) or "." in key:
+                raise ValueError(f"{entry}: the optimizer's key {key!r} must be a string without dots")
             if isinstance(value, Tensor):
                 if parameter in arranged:
                     value = _restored(entry, value, parameter, arranged[parameter])

@@ -212,12 +212,17 @@ def test_settings_that_are_tensors_stay_tensors_and_none_is_dropped(tmp_path):
     checkpoint.load(tmp_path / "step-1", model=model, optimizer=other)
     assert repr(other.state_dict()["param_groups"]) == repr(optimizer.state_dict()["param_groups"])
     assert other.param_groups[0]["lr"] is rate
+    plain = AdamW([{"params": each.parameters()} for each in model])
+    optimizer.param_groups.pop(1)
+    checkpoint.save(tmp_path / "step-2", model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path / "step-2", model=model, optimizer=plain)
+    assert repr([plain.param_groups[1][key] for key in ("lr", "betas")]) == "[0.5, (0.25, 0.75)]"
     plain = AdamW(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="group 0 here has parameters of groups there that differ"):
         checkpoint.load(tmp_path / "step-1", model=model, optimizer=plain)
-    optimizer.param_groups[2]["of_mine"] = {1}
-    with pytest.raises(ValueError, match="'of_mine' of the optimizer's group 2 is a set"):
-        checkpoint.save(tmp_path / "step-2", model=model, optimizer=optimizer)
+    optimizer.param_groups[1]["of_mine"] = {1}
+    with pytest.raises(ValueError, match="'of_mine' of the optimizer's group 1 is a set"):
+        checkpoint.save(tmp_path / "step-3", model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("fused", [True, False])
