@@ -73,6 +73,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
             if isinstance(value, Tensor):
                 if parameter in arranged:
                     value = _restored(entry, value, parameter, arranged[parameter])
+                require_box(entry, value)
                 tensors[entry] = value.detach()
             elif value is None or isinstance(value, bool | int | float | str):
                 others.setdefault(name, {})[key] = value
