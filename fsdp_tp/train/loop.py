@@ -340,7 +340,9 @@ def _loader(config: TrainConfig, sequences: PackedSequences, mesh: ParallelMesh)
         data_size=mesh.data_size,
         seed=config.seed,
     )
-    return StatefulDataLoader(sequences, batch_sampler=sampler)
+    # Beginning to iterate draws a random number: from the global generator, a resume would draw one more than a run
+    # that was not interrupted, and its dropout would differ.
+    return StatefulDataLoader(sequences, batch_sampler=sampler, generator=torch.Generator())
 
 
 def _over_ranks(values: list[float], device: torch.device) -> list[float]:
