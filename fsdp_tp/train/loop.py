@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_tp
 from fsdp_tp import checkpoint, degree
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
+from fsdp_tp.checkpoint.reading import find_problems
 from fsdp_tp.config import ParallelConfig
 from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.mesh import ParallelMesh
@@ -40,6 +41,7 @@ from fsdp_tp.train.data import (
     find_files,
     write_tokens,
 )
+from fsdp_tp.train.lock import OutputLock
 from fsdp_tp.train.metrics import CommunicationShare, Reporter, StepMetrics, peak_memory_bytes
 from fsdp_tp.train.model import build_model
 
@@ -62,6 +64,7 @@ class Job:
     first_step: int
     """Steps that a checkpoint has already done."""
     description: str
+    lock: OutputLock
 
 
 def train(config: TrainConfig) -> None:
@@ -70,11 +73,22 @@ def train(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig) -> Job:
-    """Data, model, optimizer and, on a resume, the checkpoint; every rank calls it.
+    """Data, model, optimizer and, on a resume, the checkpoint; every rank calls it. The output directory is this job's
+    until :func:`run` returns, or the process ends.
 
     Raises:
-        ValueError: a setting, a data file or the model does not fit; on every rank alike.
+        ValueError: a setting, a data file or the model does not fit, or another job uses the output; on every rank
+            alike.
     """
+    lock = OutputLock(config.output)
+    try:
+        return _prepare(config, lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _prepare(config: TrainConfig, lock: OutputLock) -> Job:
     if config.deterministic:
         use_deterministic_algorithms()
     tokenizer: Tokenizer = HuggingFaceTokenizer(config.data.tokenizer) if config.data.tokenizer else ByteTokenizer()
@@ -84,6 +98,7 @@ def prepare(config: TrainConfig) -> Job:
         parallel, table = _choose_degree(config, model)
     mesh = fsdp_tp.init_mesh(config=parallel, timeout=timedelta(seconds=config.timeout))
     micro_batch, micro_batches = config.micro_batches(mesh.data_size)
+    lock.hold()
     start = _checkpoint_to_resume(config)
     sequences = PackedSequences(_tokens(config, tokenizer), config.data.sequence_length)
     loader = _loader(config, sequences, mesh)
@@ -123,7 +138,7 @@ def prepare(config: TrainConfig) -> Job:
             description += f"\nchanged since: {name} {before} -> {now}"
         if first_step >= config.optimizer.steps:
             description += f"\nalready at step {first_step} of {config.optimizer.steps}: nothing to do"
-    return Job(mesh, model, optimizer, loader, micro_batch, first_step, description)
+    return Job(mesh, model, optimizer, loader, micro_batch, first_step, description, lock)
 
 
 def _choose_degree(config: TrainConfig, model: nn.Module) -> tuple[ParallelConfig, str]:
@@ -191,6 +206,8 @@ def run(config: TrainConfig, job: Job) -> None:
                 reporter.say(f"stopped by SIGTERM after step {step}; run the same command again to continue")
             if last:
                 break
+    # Not after an error: what is still written in the background belongs to this job, and ends with the process.
+    job.lock.release()
 
 
 def train_step(
@@ -276,16 +293,25 @@ def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
 
 
 def _save(path: Path, job: Job, extra: dict[str, Any], config: TrainConfig, *, wait: bool) -> None:
-    on_rank_0(lambda: _set_aside(path))
+    if on_rank_0(path.exists):
+        _set_aside(path)
     how = checkpoint.save if wait else checkpoint.async_save
     how(path, model=job.model, optimizer=job.optimizer, extra=extra, keep_last=config.keep_last or None)
 
 
 def _set_aside(path: Path) -> None:
-    """What has this step's name is a damaged checkpoint that the resume passed over: else the step was done."""
-    if path.exists():
+    """A damaged checkpoint, which the resume has passed over: else this step would be done. Every rank calls it."""
+    if not find_problems(path, verify=True):
+        raise ValueError(
+            f"{path} is a complete checkpoint that this run has not begun from; start again to go on from it, or "
+            "choose another output"
+        )
+
+    def rename() -> None:
         aside = (path.with_name(f"{path.name}.damaged-{number}.old") for number in itertools.count(1))
         path.rename(next(each for each in aside if not each.exists()))
+
+    on_rank_0(rename)
 
 
 def _saved_config(path: Path) -> dict[str, Any]:

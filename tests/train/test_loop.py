@@ -28,13 +28,6 @@ TINY = (
 EIGHT = ["--tensor-parallel-degree", "2", "--hybrid-shard-degree", "2"]
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    return path
-
-
 def train(*arguments):
     """In the current world; what the metrics file then says."""
     config = parse([*TINY, *map(str, arguments)])
