@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import signal
 import time
@@ -25,12 +24,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_tp
 from fsdp_tp import checkpoint, degree
-from fsdp_tp.checkpoint.rank_0 import on_rank_0
-from fsdp_tp.checkpoint.reading import find_problems
 from fsdp_tp.config import ParallelConfig
 from fsdp_tp.determinism import use_deterministic_algorithms
 from fsdp_tp.mesh import ParallelMesh
 from fsdp_tp.train import config as configuration
+from fsdp_tp.train import saves
 from fsdp_tp.train.config import OptimizerConfig, TrainConfig
 from fsdp_tp.train.data import (
     ByteTokenizer,
@@ -200,8 +198,9 @@ def run(config: TrainConfig, job: Job) -> None:
                     "data": job.loader.state_dict(),
                     "config": configuration.to_json(config),
                 }
-                _save(path, job, extra, config, wait=last or not config.save_in_background)
-                reporter.say(f"{'saved' if last or not config.save_in_background else 'saving'} {path}")
+                saves.save(
+                    path, config, model=job.model, optimizer=job.optimizer, extra=extra, last=last, say=reporter.say
+                )
             if stopping:
                 reporter.say(f"stopped by SIGTERM after step {step}; run the same command again to continue")
             if last:
@@ -290,28 +289,6 @@ def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
             "or remove it"
         )
     return found
-
-
-def _save(path: Path, job: Job, extra: dict[str, Any], config: TrainConfig, *, wait: bool) -> None:
-    if on_rank_0(path.exists):
-        _set_aside(path)
-    how = checkpoint.save if wait else checkpoint.async_save
-    how(path, model=job.model, optimizer=job.optimizer, extra=extra, keep_last=config.keep_last or None)
-
-
-def _set_aside(path: Path) -> None:
-    """A damaged checkpoint, which the resume has passed over: else this step would be done. Every rank calls it."""
-    if not find_problems(path, verify=True):
-        raise ValueError(
-            f"{path} is a complete checkpoint that this run has not begun from; start again to go on from it, or "
-            "choose another output"
-        )
-
-    def rename() -> None:
-        aside = (path.with_name(f"{path.name}.damaged-{number}.old") for number in itertools.count(1))
-        path.rename(next(each for each in aside if not each.exists()))
-
-    on_rank_0(rename)
 
 
 def _saved_config(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Reporter:
         self._tensorboard = _tensorboard_writer(output)
         self._console = Console()
         self._progress: Progress | None = None
-        self._share = ""
+        self._share, self._failing = "", False
 
     def say(self, message: str) -> None:
         if self._active:
@@ -76,11 +76,7 @@ class Reporter:
     def step(self, metrics: StepMetrics) -> None:
         if not self._active:
             return
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
-        if self._tensorboard is not None:
-            for name, value in asdict(metrics).items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, metrics.step)
+        self._record(metrics)
         if metrics.communication_share is not None:
             self._share = f"  communication {metrics.communication_share:.0%} of step {metrics.step}"
         if self._progress is not None:
@@ -88,14 +84,36 @@ class Reporter:
         elif metrics.step == 1 or metrics.step % self._log_every == 0 or metrics.step == self._total_steps:
             print(metrics.line() + self._share, flush=True)
 
+    def _record(self, metrics: StepMetrics) -> None:
+        """A disk that is full does not end the training; lines that it has no room for come later, as many as a buffer
+        holds."""
+        try:
+            self._file.write(json.dumps(asdict(metrics)) + "\n")
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                self.say(f"metrics.jsonl cannot be written: {error}")
+            self._failing = True
+        if self._tensorboard is None:
+            return
+        try:
+            for name, value in asdict(metrics).items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(name, value, metrics.step)
+        except OSError as error:  # after one its writer takes nothing more
+            self.say(f"TensorBoard gets no more of this run: {error}")
+            self._tensorboard = None
+
     def close(self) -> None:
         if not self._active:
             return
         if self._progress is not None:
             self._progress.stop()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        self._file.close()
+        with suppress(OSError):  # said when it came
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def _tensorboard_writer(output: Path) -> Any:

@@ -1,5 +1,5 @@
 """One job at a time in an output directory, and what a job finds where it wants to save. If these fail, look in
-fsdp_tp/train/lock.py, and for the rest in fsdp_tp/train/loop.py."""
+fsdp_tp/train/lock.py, and for the rest in fsdp_tp/train/saves.py."""
 
 from __future__ import annotations
 
