@@ -2,7 +2,7 @@
 
     torchrun ... -m tests.checkpoint.slow <options of fsdp_tp.train>
 
-Each rank appends a line a step to ``samples.jsonl`` in the output: which sequences it has taken.
+Each rank appends a line a step to ``<output>.samples.jsonl``: which sequences it has taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_tp.checkpoint import temporary, writing
 from fsdp_tp.train import config as configuration
-from fsdp_tp.train import data, loop, main
+from fsdp_tp.train import data, lock, loop, main
 
 STEP, SYNC = 0.03, 0.02
 """Seconds before a step, and before a directory is on the disk: also between a new checkpoint and an old one's end."""
@@ -36,10 +36,12 @@ def slow_down() -> None:
     loop.train_step = _later(STEP, loop.train_step)
     writing.write_tensors = _later(FILE, writing.write_tensors)
     temporary.sync = _later(SYNC, temporary.sync)
+    lock.WAIT = float(os.environ.get("SECONDS_TO_WAIT", lock.WAIT))
 
 
 def record_samples(output: Path) -> None:
-    step, taken = 0, []
+    step, taken, file = 0, [], output.with_name(f"{output.name}.samples.jsonl")
+    job = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.environ['TORCHELASTIC_RESTART_COUNT']}"
     set_learning_rate, train_step, read = loop.set_learning_rate, loop.train_step, data.PackedSequences.__getitem__
 
     def noting(optimizer: Any, config: Any, now: int) -> float:
@@ -52,8 +54,8 @@ def record_samples(output: Path) -> None:
         return read(self, index)
 
     def recording(*arguments: Any) -> tuple[float, float]:
-        with (output / "samples.jsonl").open("a") as file:
-            file.write(json.dumps({"job": os.environ["TORCHELASTIC_RUN_ID"], "step": step, "samples": taken}) + "\n")
+        with file.open("a") as lines:
+            lines.write(json.dumps({"job": job, "step": step, "samples": taken}) + "\n")
         taken.clear()
         return train_step(*arguments)
 
