@@ -51,7 +51,7 @@ test: setup
 
 # What kills ranks many times takes minutes.
 test-faults: setup
-	@FSDP_TP_FAULTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -vv tests/checkpoint/test_kills.py
+	@FSDP_TP_FAULTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -vv tests/checkpoint/test_kills.py tests/checkpoint/test_outputs.py
 
 # The kernels' tests again, built to find wrong accesses and races.
 SANITIZERS := address,undefined thread

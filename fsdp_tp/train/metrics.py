@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -54,7 +54,7 @@ class Reporter:
             return
         self._total_steps, self._log_every = total_steps, log_every
         output.mkdir(parents=True, exist_ok=True)
-        self._file = (output / "metrics.jsonl").open("a", buffering=1)
+        self._file = _open_lines(output / "metrics.jsonl")
         self._tensorboard = _tensorboard_writer(output)
         self._console = Console()
         self._progress: Progress | None = None
@@ -114,6 +114,16 @@ class Reporter:
                 self._tensorboard.close()
         with suppress(OSError):
             self._file.close()
+
+
+def _open_lines(path: Path) -> IO[str]:
+    """For more of them. Half a line at the end, for which a full disk had no room, goes."""
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - 4096))
+        if size and not (last := file.read()).endswith(b"\n"):
+            file.truncate(start + last.rfind(b"\n") + 1)
+    return path.open("a", buffering=1)
 
 
 def _tensorboard_writer(output: Path) -> Any:

@@ -48,18 +48,23 @@ def _kill(training: Training, ranks: int, kills: int, seed: int, *, starting: in
             _kill_one(training, ranks, chance, None)
 
 
-def test_torchrun_starts_ranks_that_were_killed_again_and_they_resume(tmp_path: Path) -> None:
-    training, chance, seen = Training(tmp_path, 40), random.Random(0), []
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param([(0, 8)], id="once"), pytest.param([(1, 8), (0, 16), (1, 24)], id="three times", marks=faults)],
+)
+def test_torchrun_starts_killed_ranks_again_and_they_resume(tmp_path: Path, kills: list[tuple[int, int]]) -> None:
+    """``kills``: of which rank, after which step."""
+    training, chance, seen = Training(tmp_path, 12 + kills[-1][1]), random.Random(0), []
     with training.start(2, restarts=3) as job:
-        for restart, (rank, after) in enumerate([(1, 8), (0, 20)]):
+        for restart, (rank, after) in enumerate(kills):
             pids = ranks_of(job, 2, restart=restart)
             wait_for(lambda after=after: training.steps_done() >= after, job)
-            time.sleep(chance.uniform(0, 0.3))
+            time.sleep(chance.uniform(0, 0.2))
             seen.append(max(training.names()))
             os.kill(pids[rank], signal.SIGKILL)
         printed = training.check_end(job)
     resumed = [int(step) for step in re.findall(r"resumed from .* after step (\d+)", printed)]
-    assert len(resumed) == 2
+    assert len(resumed) == len(kills)
     assert all(step >= last for step, last in zip(resumed, seen, strict=True))
     training.check_against_undisturbed(2)
 

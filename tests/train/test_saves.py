@@ -113,3 +113,13 @@ def test_a_tensorboard_that_has_given_up_is_left(tmp_path: Path, capsys):
     reporter.close()
     assert capsys.readouterr().out.count(FULL) == 1
     assert len(_curve(tmp_path)) == 3
+
+
+def test_half_a_line_of_metrics_goes_when_the_run_is_resumed(tmp_path: Path):
+    for expected in ([1], [1, 2]):
+        reporter = Reporter(tmp_path, total_steps=3, log_every=1, active=True)
+        reporter.step(_metrics(expected[-1]))
+        reporter.close()
+        assert [step for step, _ in _curve(tmp_path)] == expected
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 7, "loss": 1')  # as a full disk cuts it
