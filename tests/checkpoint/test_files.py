@@ -109,17 +109,22 @@ def test_a_rank_reads_the_bytes_it_needs_and_no_others(tmp_path, world, degree):
         assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
-def _layouts():
-    for world in (1, 2, 3, 4):
-        for tensor in (each for each in (1, 2, 3, 4) if world % each == 0):
-            for shard in (each for each in (1, 2, 3, 4) if (world // tensor) % each == 0):
-                yield world, {"tensor_parallel_degree": tensor, "hybrid_shard_degree": shard}
+# World, tensor degree and hybrid shard degree.
+_LAYOUTS = {
+    "one": [(1, 1, 1)],
+    "replicate": [(2, 1, 1), (3, 1, 1), (4, 1, 1)],
+    "shard": [(2, 1, 2), (3, 1, 3), (4, 1, 4)],
+    "tensor": [(2, 2, 1), (3, 3, 1), (4, 4, 1)],
+    "replicate x shard": [(4, 1, 2)],
+    "replicate x tensor": [(4, 2, 1)],
+    "shard x tensor": [(4, 2, 2)],
+}
 
 
-def _llama(degrees, family, sizes, seed):
-    mesh = fsdp_tp.init_mesh(**degrees)
+def _llama(tensor, shard, family, sizes, dtype, seed):
+    mesh = fsdp_tp.init_mesh(tensor_parallel_degree=tensor, hybrid_shard_degree=shard)
     torch.manual_seed(0)
-    model = fsdp_tp.wrap(models.hugging_face(family, **sizes), mesh, seed=seed)
+    model = fsdp_tp.wrap(models.hugging_face(family, **sizes).to(dtype), mesh, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(models.batch() % sizes["vocab_size"]).logits.square().mean().backward()
     optimizer.step()
@@ -138,10 +143,20 @@ def _load_llama(path, *job):
     return _contents(model, optimizer)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_any_layout_reads_any_other_whatever_the_shapes(tmp_path, seed):
+@pytest.mark.parametrize(
+    ("seed", "source", "target", "dtype"),
+    [
+        (0, "shard x tensor", "shard", torch.float32),
+        (1, "shard", "shard x tensor", torch.bfloat16),
+        (2, "tensor", "shard", torch.float32),
+        (3, "replicate x shard", "tensor", torch.bfloat16),
+        (4, "one", "shard x tensor", torch.float32),
+        (5, "shard x tensor", "replicate x tensor", torch.bfloat16),
+        (6, "shard", "replicate", torch.float32),
+    ],
+)
+def test_any_layout_reads_any_other_whatever_the_shapes(tmp_path, seed, source, target, dtype):
     draw = random.Random(seed)
-    layouts = list(_layouts())
     heads = draw.choice([3, 4, 5])
     sizes = {
         "vocab_size": draw.randint(30, 60), "intermediate_size": draw.randint(20, 50), "hidden_size": 8 * heads,
@@ -151,12 +166,13 @@ def test_any_layout_reads_any_other_whatever_the_shapes(tmp_path, seed):
     family = draw.choice(["llama", "qwen3", "phi3"])
     if family == "phi3":
         sizes["pad_token_id"] = 0
-    (world, source), (other_world, target) = draw.choice(layouts), draw.choice(layouts)
-    saved = run(world, _save_llama, tmp_path / "step-1", source, family, sizes, 1)[0]
-    for loaded in run(other_world, _load_llama, tmp_path / "step-1", target, family, sizes, 2):
+    (world, *degrees), (other_world, *other_degrees) = draw.choice(_LAYOUTS[source]), draw.choice(_LAYOUTS[target])
+    saved = run(world, _save_llama, tmp_path / "step-1", *degrees, family, sizes, dtype, 1)[0]
+    assert saved["model.norm.weight"].dtype == dtype
+    for loaded in run(other_world, _load_llama, tmp_path / "step-1", *other_degrees, family, sizes, dtype, 2):
         assert loaded.keys() == saved.keys()
         differing = [name for name in loaded if not torch.equal(loaded[name], saved[name])]
-        assert not differing, (source, target, sizes)
+        assert not differing, (degrees, other_degrees, family, sizes)
 
 
 @pytest.mark.usefixtures("one_process")
