@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+import torch.distributed as dist
+
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
 
 logger = logging.getLogger("fsdp_tp")
@@ -34,7 +36,8 @@ class OutputLock:
         """
         if on_rank_0(self._take):
             return
-        logger.warning("output=%s is in use by another job; waiting up to %.0f s for its end", self._output, WAIT)
+        if dist.get_rank() == 0:
+            logger.warning("output=%s is in use by another job; waiting up to %.0f s for its end", self._output, WAIT)
         # Counted, and not timed, so that all ranks do the same; and no rank is long in one collective.
         for _ in range(round(WAIT / _BETWEEN)):
             time.sleep(_BETWEEN)

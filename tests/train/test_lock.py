@@ -37,13 +37,18 @@ def _train(arguments, wait=lock.WAIT):
 
 
 def _is_refused(arguments):
+    """How often this rank has said that it waits."""
+    said = []
+    lock.logger.addFilter(filtering := lambda record: said.append(record.getMessage()) or True)
     with pytest.raises(ValueError, match="output=.*run is in use by another job, still after 1 s; choose another"):
         _train(arguments, wait=1)
+    lock.logger.removeFilter(filtering)
+    return sum("waiting up to 1 s for its end" in each for each in said)
 
 
 def test_an_output_of_another_job_is_refused_on_every_rank(tmp_path, text, other_job):
     arguments = ["--data", text, "--output", tmp_path / "run"]
-    run(2, _is_refused, arguments)
+    assert run(2, _is_refused, arguments) == [1, 0]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     ended = []
     ending = threading.Timer(2, lambda: (ended.append(time.time()), other_job.close()))
