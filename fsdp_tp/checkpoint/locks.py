@@ -18,12 +18,14 @@ def hold(file: IO[bytes]) -> None:
             raise
 
 
-def try_to_hold(file: IO[bytes]) -> bool:
-    """False if somebody else holds it, or the file system has no locks."""
+def try_to_hold(file: IO[bytes]) -> bool | None:
+    """False if somebody else holds it; None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES, *_NO_LOCKS):
+        if error.errno in _NO_LOCKS:
+            return None
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return False
     return True

@@ -41,10 +41,15 @@ class Temporary:
         while True:
             path = _hidden(self.final)
             path.mkdir()
-            self._lock = (path / _LOCK).open("wb")
-            hold(self._lock)
-            self._lock.write(_host())
-            self._lock.flush()
+            try:
+                self._lock = (path / _LOCK).open("wb", buffering=0)
+                hold(self._lock)
+                self._lock.write(_host())
+            except OSError:  # nothing of it stays on a full disk
+                shutil.rmtree(path, ignore_errors=True)
+                if self._lock is not None:
+                    self._lock.close()
+                raise
             if (path / _LOCK).exists():
                 return str(path)
             self._lock.close()  # somebody has removed it before it was locked
@@ -72,7 +77,8 @@ class Temporary:
 def remove(path: Path) -> None:
     """A directory that was :meth:`Temporary.complete`: it is not there before any of it goes. Raises OSError."""
     going = _hidden(path)
-    (path / _LOCK).write_bytes(_host())
+    with suppress(OSError):  # a full disk is no reason to keep it
+        (path / _LOCK).write_bytes(_host())
     path.rename(going)
     _remove(going)
 

@@ -248,7 +248,12 @@ def _remove_old(newest: Path, keep: int) -> None:
 
 
 def _to_json(report: Report) -> dict[str, Any]:
-    return asdict(report)
+    chunks = {name: [chunk.to_json() for chunk in chunks] for name, chunks in report.chunks.items()}
+    return {
+        "files": {name: asdict(file) for name, file in report.files.items()},
+        "chunks": chunks,
+        "random": report.random,
+    }
 
 
 def _from_json(found: dict[str, Any]) -> Report:

@@ -109,9 +109,11 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the computation; master weights, gradient sums and the optimizer stay fp32."""
     output: Path = Path("runs/default")
-    """Checkpoints, metrics and the configuration of the run. All ranks must share it."""
+    """Checkpoints, metrics and the configuration of the run. All ranks must share it. One job at a time: a second
+    waits up to a minute for the first to end, and is then refused."""
     save_every: int = 0
-    """Steps between checkpoints; one is always written at the end. 0: at the end only."""
+    """Steps between checkpoints; one is always written at the end. 0: at the end only. A failure is said (NOT SAVED)
+    and the training goes on to the next; only that of the last one ends the run with its error."""
     save_in_background: bool = True
     """Train on while a checkpoint is written; takes memory for a copy of each rank's part of it. The last one is always
     waited for."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import time
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import IO
 
 import torch.distributed as dist
 
+from fsdp_tp.checkpoint.locks import try_to_hold
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
 
 logger = logging.getLogger("fsdp_tp")
@@ -18,7 +17,6 @@ logger = logging.getLogger("fsdp_tp")
 WAIT = 60.0
 """Seconds that the job before, which was perhaps killed, may take to end: its ranks may be writing a checkpoint."""
 _BETWEEN = 0.2
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class OutputLock:
@@ -58,15 +56,8 @@ class OutputLock:
             file = (self._output / ".lock").open("wb")
         except OSError as error:
             raise ValueError(f"output={self._output} cannot be written to: {error}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if try_to_hold(file) is False:
             file.close()
             return False
-        except OSError as error:
-            file.close()
-            if error.errno not in _NO_LOCKS:
-                raise
-            return True
         self._file = file
         return True

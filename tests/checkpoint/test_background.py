@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -333,6 +334,12 @@ def test_a_full_disk(small_disk):
     checkpoint.async_save(small_disk / "step-3", model=larger)
     with pytest.raises(OSError, match="step-3 was not written.*No space left on device"):
         checkpoint.wait()
+    with (small_disk / "rest").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:  # until nothing fits in any more
+            file.write(bytes(1024))
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.save(small_disk / "step-3", model=model)
+    (small_disk / "rest").unlink()
     assert [path.name for path in small_disk.iterdir()] == ["step-1"]
     checkpoint.save(small_disk / "step-4", model=model, keep_last=1)
     assert checkpoint.latest(small_disk) == small_disk / "step-4"

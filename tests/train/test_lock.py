@@ -107,7 +107,9 @@ def test_a_file_system_without_locks_does_without(tmp_path, monkeypatch, number)
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    OutputLock(tmp_path / "run").hold()
+    lock = OutputLock(tmp_path / "run")
+    lock.hold()
+    lock.release()
 
 
 @pytest.mark.usefixtures("one_process")
