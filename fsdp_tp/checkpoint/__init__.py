@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_tp.checkpoint.directory import newest_first
 from fsdp_tp.checkpoint.fits import require_model, require_optimizer, require_parts
 from fsdp_tp.checkpoint.full import load_full_state_dict
 from fsdp_tp.checkpoint.hugging_face import load_hf, save_hf
 from fsdp_tp.checkpoint.manifest import Damaged
 from fsdp_tp.checkpoint.rank_0 import on_rank_0
-from fsdp_tp.checkpoint.reading import complete_checkpoints, find_problems, read_manifest, read_tensors
+from fsdp_tp.checkpoint.reading import find_problems, read_manifest, read_tensors
 from fsdp_tp.checkpoint.state import (
     OPTIMIZER,
     describe_layout,
@@ -34,7 +35,7 @@ from fsdp_tp.checkpoint.state import (
     random_state,
     set_random_state,
 )
-from fsdp_tp.checkpoint.values import from_json, require_string_keys, to_json
+from fsdp_tp.checkpoint.values import from_json, require_json, to_json
 from fsdp_tp.checkpoint.writing import Content, Saving, save_in_background, save_now
 from fsdp_tp.layers.canonical import without_values
 
@@ -85,8 +86,8 @@ def save(
             same, this many stay.
 
     Raises:
-        ValueError: on every rank: ``path`` exists already (nothing saved is overwritten), or a value cannot be stored,
-            as ``extra`` with keys that are no strings.
+        ValueError: on every rank: ``path`` exists already (nothing saved is overwritten; a damaged checkpoint that is
+            there gets another name), or a value cannot be stored, as ``extra`` with a tensor in it.
         OSError: on every rank: it could not be written. What was saved before is as it was.
     """
     _check(keep_last)
@@ -202,16 +203,16 @@ def load_latest(
         Its path, and what was given to :func:`save` as ``extra``; None if there is no checkpoint.
 
     Raises:
-        ValueError: on every rank: as :func:`load`.
+        ValueError: on every rank: as :func:`load`; ``directory`` is itself a checkpoint.
         Damaged: on every rank: there are checkpoints, and all are damaged.
     """
     wait()
-    paths, problems = on_rank_0(lambda: complete_checkpoints(Path(directory))), []
+    paths, problems = on_rank_0(lambda: newest_first(Path(directory))), []
     for path in paths:
         try:
             return path, load(path, model=model, optimizer=optimizer, scheduler=scheduler)
         except Damaged as damage:
-            logger.warning("%s is passed over: %s", path, damage)
+            _pass_over(path, str(damage))
             problems.append(str(damage))
     if problems:
         raise Damaged(
@@ -240,12 +241,17 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Path | 
         verify: reads all files of a checkpoint and compares sizes and digests, each rank its share of them
             (:func:`load_latest` reads them once instead of twice). Without it only the manifest and sizes count.
     """
-    for path in on_rank_0(lambda: complete_checkpoints(Path(directory))):
+    for path in on_rank_0(lambda: newest_first(Path(directory))):
         problems = find_problems(path, verify=verify)
         if not problems:
             return path
-        logger.warning("%s is passed over: %s", path, "; ".join(problems))
+        _pass_over(path, "; ".join(problems))
     return None
+
+
+def _pass_over(path: Path, why: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("%s is passed over: %s", path, why)
 
 
 def _content(
@@ -269,6 +275,6 @@ def _check(keep_last: int | None) -> None:
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
     """What will be read of it, whatever becomes of it while it is written."""
-    require_string_keys(extra, "extra")
+    require_json(extra, "extra")
     read: dict[str, Any] = json.loads(json.dumps(extra))
     return read

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_tp.checkpoint.convert import DTYPES, from_hugging_face, to_hugging_face
+from fsdp_tp.checkpoint.directory import complete_checkpoints, is_complete, was_checkpoint
 from fsdp_tp.checkpoint.inspection import describe, show
 from fsdp_tp.checkpoint.manifest import Manifest
-from fsdp_tp.checkpoint.reading import complete_checkpoints, is_complete
 
 EXIT_DAMAGED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -46,11 +46,14 @@ def inspect(path: tyro.conf.Positional[Path], /, *, all: bool = False, json: boo
         json: Print JSON, with sizes in bytes.
     """
     checkpoint = _checkpoint_at(path)
-    description = describe(checkpoint, Manifest.read(checkpoint), each_of_optimizer=all)
+    manifest = Manifest.read(checkpoint)
+    description = describe(checkpoint, manifest, each_of_optimizer=all)
     if json:
         _print_json(description)
     else:
         show(description)
+    for problem in manifest.wrong_sizes(checkpoint, manifest.files):
+        print(problem, file=sys.stderr)
     return 0
 
 
@@ -117,13 +120,8 @@ def _checkpoints_at(path: Path) -> list[Path]:
     """Itself or all in it, damaged ones too: a checkpoint has its name only when it has been complete."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory")
-    inside = sorted(each for each in path.iterdir() if not each.name.startswith(".") and _was_checkpoint(each))
-    return [path] if _was_checkpoint(path) or not inside else inside
-
-
-def _was_checkpoint(path: Path) -> bool:
-    number = "[0-9]" * 5
-    return is_complete(path) or any(path.glob(f"model-{number}.safetensors"))
+    inside = sorted(each for each in path.iterdir() if not each.name.startswith(".") and was_checkpoint(each))
+    return [path] if was_checkpoint(path) or not inside else inside
 
 
 def _problems(path: Path) -> list[str]:

@@ -78,7 +78,10 @@ def _build(config: Any, dtype: torch.dtype) -> nn.Module:
 def _read_config(path: Path) -> Any:
     from fsdp_tp.train.model import read_config
 
-    return read_config(path)
+    try:
+        return read_config(path)
+    except Exception as error:  # configurations are checked by libraries with exceptions of their own
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _trained_config(path: Path, manifest: Manifest) -> Any:

@@ -62,11 +62,15 @@ def require_model(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor],
 
 
 def require_optimizer(path: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises ValueError, in which parameters that one has and the other has not are listed."""
+    """Raises ValueError if it is of another kind, or of other parameters, which are listed."""
     groups, names = manifest.values["groups"], own_names(model, optimizer)
     stored, here = {name for group in groups for name in group["params"]}, set(names.values())
     what = f"{path} has the state of another optimizer"
     _require_none(what, {"missing": sorted(here - stored), "unexpected": sorted(stored - here)})
+    settings = {key for group in groups for key in group}
+    kinds = manifest.values["optimizer"], type(optimizer).__name__
+    if kinds[0] != kinds[1] and (lacking := sorted(settings_of(optimizer.defaults).keys() - settings)):
+        raise ValueError(f"{what}: it was {kinds[0]}, without {', '.join(lacking)}, and here is {kinds[1]}")
     for index, saved in enumerate(saved_groups(names, optimizer, groups)):
         if any(settings_of(each) != settings_of(saved[0]) for each in saved):
             listed = "; ".join(", ".join(each["params"]) for each in saved)

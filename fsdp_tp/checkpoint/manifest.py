@@ -125,7 +125,7 @@ class Manifest:
         except FileNotFoundError:
             raise Damaged(f"{directory} is not a complete checkpoint: it has no {MANIFEST}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{path} is damaged: {error!r}") from None
+            raise Damaged(f"{path} is damaged: {error}") from None
         if version != _VERSION:
             raise Damaged(f"{path} has version {version}; this fsdp_tp reads {_VERSION}")
         if digest != _digest(body):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +12,8 @@ from torch import Tensor
 
 from fsdp_tp.checkpoint.chunks import Box, box_of, local_of
 from fsdp_tp.checkpoint.files import DTYPES, read_apart, read_into, run_start
-from fsdp_tp.checkpoint.manifest import MANIFEST, Chunk, Damaged, Manifest, Piece, Stored, damage_of, is_intact
+from fsdp_tp.checkpoint.manifest import Chunk, Damaged, Manifest, Piece, Stored, damage_of, is_intact
 from fsdp_tp.checkpoint.rank_0 import from_all_ranks, on_rank_0, require_success
-
-logger = logging.getLogger("fsdp_tp")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -133,25 +129,6 @@ def _require_intact(path: Path, error: Exception | None) -> None:
         require_success(f"checkpoint {path} cannot be read", error)
     except (OSError, ValueError) as caught:
         raise Damaged(str(caught)) from error
-
-
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Directories whose names end in a number and that have a manifest, newest first."""
-    if not directory.is_dir():
-        return []
-    numbered = [path for path in directory.iterdir() if split_number(path)[1] >= 0 and not path.name.startswith(".")]
-    return sorted(filter(is_complete, numbered), key=lambda path: (split_number(path)[1], path), reverse=True)
-
-
-def split_number(path: Path) -> tuple[str, int]:
-    """The name of a checkpoint without the number at its end, and that; -1 for none."""
-    match = re.fullmatch(r"(.*?)([0-9]*)", path.name, re.DOTALL)
-    assert match is not None, path
-    return match[1], int(match[2] or -1)
-
-
-def is_complete(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
 
 
 def find_problems(path: Path, *, verify: bool) -> list[str]:

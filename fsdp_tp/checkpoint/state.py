@@ -55,8 +55,8 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, 
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What it keeps of each parameter, as ``optimizer.state.<parameter>.<key>``; and as JSON values its ``groups``, and
-    as ``state`` what it keeps that is no tensor.
+    """What it keeps of each parameter, as ``optimizer.state.<parameter>.<key>``; and as JSON values its class, its
+    ``groups``, and as ``state`` what it keeps that is no tensor.
 
     Raises:
         ValueError: it has a parameter that the model has not, a value that cannot be stored, or an entry for every
@@ -93,7 +93,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
         }
         for index, group in enumerate(optimizer.param_groups)
     ]
-    return tensors, {"groups": groups, "state": others}
+    return tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "state": others}
 
 
 def optimizer_targets(model: nn.Module, optimizer: Optimizer, manifest: Manifest) -> dict[str, Tensor]:

@@ -60,15 +60,20 @@ def _each(values: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
     return [to_json(each, f"{name}[{index}]") for index, each in enumerate(values)]
 
 
-def require_string_keys(value: Any, name: str) -> None:
-    """Raises ValueError for a dict whose keys JSON would make strings of."""
+def require_json(value: Any, name: str) -> None:
+    """Raises ValueError for what JSON cannot hold, or makes something else of."""
     if isinstance(value, dict):
         for key, each in value.items():
             if not isinstance(key, str):
                 raise ValueError(
                     f"{name} has the key {key!r}, a {type(key).__name__}; keys must be strings, as in JSON"
                 )
-            require_string_keys(each, f"{name}[{key!r}]")
+            require_json(each, f"{name}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            require_string_keys(each, f"{name}[{index}]")
+            require_json(each, f"{name}[{index}]")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, which JSON cannot hold; None, numbers, strings, lists and dicts can "
+            "(of a tensor take .tolist() or .item())"
+        )

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_tp.checkpoint.chunks import Box, are_whole, box_of, is_written_here, local_of
+from fsdp_tp.checkpoint.directory import complete_checkpoints, name_aside, split_number, was_checkpoint
 from fsdp_tp.checkpoint.files import dtype_name, write_tensors
 from fsdp_tp.checkpoint.manifest import Chunk, File, Manifest, Stored
 from fsdp_tp.checkpoint.outcomes import Outcome, are_locks_seen, await_outcomes, remove_outcomes
 from fsdp_tp.checkpoint.rank_0 import on_rank_0, require_success, to_rank_0
-from fsdp_tp.checkpoint.reading import complete_checkpoints, split_number
+from fsdp_tp.checkpoint.reading import find_problems
 from fsdp_tp.checkpoint.state import OPTIMIZER
 from fsdp_tp.checkpoint.temporary import Temporary, remove, remove_abandoned
 
@@ -134,7 +135,8 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
                 _complete(temporary, content, [_from_json(each["report"]) for each in outcomes], keep_last)
                 logger.info("saved %s", path)
         except Exception as error:
-            logger.error("checkpoint %s was not written: rank %s: %s", path, rank, error)
+            if rank == 0 or temporary.path.exists():  # else another has failed, and rank 0 has said so
+                logger.error("checkpoint %s was not written: rank %s: %s", path, rank, error)
             errors.append(error)
         finally:
             own_outcome.close()
@@ -152,16 +154,31 @@ def _rank() -> int:
 
 def _begin(path: Path, content: Content) -> Temporary:
     """Every rank must call it."""
-
-    def check() -> None:
-        json.dumps([content.extra, content.values])  # fails now rather than after the tensors are written
-        if path.exists():
-            raise ValueError(f"checkpoint path {path} exists already; save to a new one or remove it")
-
-    on_rank_0(check)
+    on_rank_0(lambda: json.dumps(content.values))  # fails now rather than after the tensors are written
+    if on_rank_0(path.exists):
+        _set_aside(path)
+    if _rank() == 0 and split_number(path)[1] < 0:
+        logger.warning("%s has no number at its end: latest, load_latest and keep_last do not see it", path)
     temporary = Temporary(path)
-    temporary.open()
+    try:
+        temporary.open()
+    except OSError as error:
+        raise OSError(f"checkpoint {path} was not written: {error}") from error
     return temporary
+
+
+def _set_aside(path: Path) -> None:
+    """A damaged checkpoint that a resume has passed over, and whose step comes again. Every rank must call it.
+
+    Raises:
+        ValueError: on every rank: it is something else.
+    """
+    problems = find_problems(path, verify=True) if on_rank_0(lambda: was_checkpoint(path)) else []
+    if not problems:
+        raise ValueError(f"checkpoint path {path} exists already; save to a new one or remove it")
+    aside = on_rank_0(lambda: path.rename(name_aside(path)))
+    if _rank() == 0:
+        logger.warning("%s is damaged and now called %s: %s", path, aside.name, "; ".join(problems))
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Box]]:

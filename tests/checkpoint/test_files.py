@@ -356,6 +356,54 @@ def test_what_is_no_manifest_is_damaged(tmp_path, content):
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
+def test_the_step_of_a_damaged_checkpoint_is_saved_again_and_the_damaged_one_kept(tmp_path, caplog, save):
+    model, _ = _saved_twice(tmp_path)
+    with pytest.raises(ValueError, match="step-2 exists already"):
+        save(tmp_path / "step-2", model=model)
+    _flip(tmp_path / "step-2/model-00000.safetensors")
+    (tmp_path / "step-1/manifest.json").unlink()
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3/notes").touch()
+    with caplog.at_level(logging.WARNING, "fsdp_tp"):
+        for step in (1, 2):
+            save(tmp_path / f"step-{step}", model=model)
+        checkpoint.wait()
+    assert "step-2 is damaged and now called step-2.damaged-1.old" in caplog.text
+    with pytest.raises(ValueError, match="step-3 exists already"):
+        save(tmp_path / "step-3", model=model)
+    names = ["step-1", "step-1.damaged-1.old", "step-2", "step-2.damaged-1.old", "step-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_what_does_not_count_is_named(tmp_path, caplog):
+    model, _ = _saved_twice(tmp_path)
+    with caplog.at_level(logging.WARNING, "fsdp_tp"):
+        checkpoint.save(tmp_path / "final", model=model)
+    assert "final has no number at its end" in caplog.text
+    (tmp_path / "step-2/manifest.json").unlink()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fsdp_tp"):
+        found = checkpoint.load_latest(tmp_path, model=model)
+    assert found == (tmp_path / "step-1", {"step": 1})
+    assert [message.partition(" is passed over: ")[2] for message in caplog.messages] == [
+        "its name does not end in a number", "it has no manifest.json"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="step-1 is a checkpoint itself"):
+        checkpoint.load_latest(tmp_path / "step-1", model=model)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_another_kind_of_optimizer_is_refused(tmp_path):
+    model, _ = _saved_twice(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    with pytest.raises(ValueError, match="it was AdamW, without dampening, momentum, nesterov, and here is SGD"):
+        checkpoint.load(tmp_path / "step-2", model=model, optimizer=optimizer)
+
+
+@pytest.mark.usefixtures("one_process")
 def test_links_are_not_followed(tmp_path):
     _saved_twice(tmp_path)
     file = tmp_path / "step-2/model-00000.safetensors"

@@ -144,7 +144,7 @@ def _somebody_saved_step_6(arguments):
 
     loop.train_step = copying
     try:
-        with pytest.raises(ValueError, match="step-6 is a complete checkpoint that this run has not begun from"):
+        with pytest.raises(ValueError, match="step-6 exists already"):
             loop.train(config)
     finally:
         loop.train_step = original
