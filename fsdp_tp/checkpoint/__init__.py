@@ -7,7 +7,6 @@ temporary name and renamed when it is complete and on the disk. Reading one exec
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -35,7 +34,7 @@ from fsdp_tp.checkpoint.state import (
     random_state,
     set_random_state,
 )
-from fsdp_tp.checkpoint.values import from_json, require_json, to_json
+from fsdp_tp.checkpoint.values import from_json, to_json
 from fsdp_tp.checkpoint.writing import Content, Saving, save_in_background, save_now
 from fsdp_tp.layers.canonical import without_values
 
@@ -257,7 +256,6 @@ def _pass_over(path: Path, why: str) -> None:
 def _content(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: dict[str, Any] | None
 ) -> Content:
-    extra = on_rank_0(lambda: _as_json(extra or {}))
     tensors, aliases = model_state(model)
     values: dict[str, Any] = {}
     if optimizer is not None:
@@ -265,16 +263,9 @@ def _content(
         tensors = {**tensors, **of_optimizer}
     if scheduler is not None:
         values["scheduler"] = to_json(scheduler.state_dict(), "the scheduler's state")
-    return Content(extra, describe_layout(tensors), tensors, aliases, values, random_state())
+    return Content(extra or {}, describe_layout(tensors), tensors, aliases, values, random_state())
 
 
 def _check(keep_last: int | None) -> None:
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last} must be at least 1; None keeps all")
-
-
-def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """What will be read of it, whatever becomes of it while it is written."""
-    require_json(extra, "extra")
-    read: dict[str, Any] = json.loads(json.dumps(extra))
-    return read

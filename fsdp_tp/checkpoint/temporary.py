@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -31,12 +32,25 @@ class Temporary:
         self.final = final
         self._lock: IO[bytes] | None = None
 
-    def open(self) -> Path:
-        """Every rank must call it. Raises OSError."""
-        self.path = Path(on_rank_0(self._make))
+    def open(self, before: Callable[[], None] | None = None) -> Path:
+        """Every rank must call it.
+
+        Args:
+            before: rank 0 calls it first; what it raises is raised on every rank.
+
+        Raises:
+            OSError: on every rank.
+        """
+
+        def make() -> Path:
+            if before is not None:
+                before()
+            return self._make()
+
+        self.path = on_rank_0(make)
         return self.path
 
-    def _make(self) -> str:
+    def _make(self) -> Path:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         while True:
             path = _hidden(self.final)
@@ -51,7 +65,7 @@ class Temporary:
                     self._lock.close()
                 raise
             if (path / _LOCK).exists():
-                return str(path)
+                return path
             self._lock.close()  # somebody has removed it before it was locked
 
     def complete(self) -> None:

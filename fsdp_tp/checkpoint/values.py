@@ -5,6 +5,7 @@ What JSON has no type for is an object with the key ``kind``.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -58,6 +59,12 @@ def from_json(stored: Any) -> Any:
 
 def _each(values: list[Any] | tuple[Any, ...], name: str) -> list[Any]:
     return [to_json(each, f"{name}[{index}]") for index, each in enumerate(values)]
+
+
+def json_copy(value: Any, name: str) -> Any:
+    """What will be read of a value, whatever becomes of it while it is written. Raises ValueError, see below."""
+    require_json(value, name)
+    return json.loads(json.dumps(value))
 
 
 def require_json(value: Any, name: str) -> None:

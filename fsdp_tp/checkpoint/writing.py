@@ -27,6 +27,7 @@ from fsdp_tp.checkpoint.rank_0 import on_rank_0, require_success, to_rank_0
 from fsdp_tp.checkpoint.reading import find_problems
 from fsdp_tp.checkpoint.state import OPTIMIZER
 from fsdp_tp.checkpoint.temporary import Temporary, remove, remove_abandoned
+from fsdp_tp.checkpoint.values import json_copy
 
 logger = logging.getLogger("fsdp_tp")
 
@@ -39,6 +40,7 @@ class Content:
     """Of a checkpoint, on one rank."""
 
     extra: dict[str, Any]
+    """Rank 0's counts."""
     layout: str
     tensors: dict[str, Tensor]
     """The same names on all ranks."""
@@ -154,17 +156,29 @@ def _rank() -> int:
 
 def _begin(path: Path, content: Content) -> Temporary:
     """Every rank must call it."""
-    on_rank_0(lambda: json.dumps(content.values))  # fails now rather than after the tensors are written
-    if on_rank_0(path.exists):
-        _set_aside(path)
-    if _rank() == 0 and split_number(path)[1] < 0:
-        logger.warning("%s has no number at its end: latest, load_latest and keep_last do not see it", path)
     temporary = Temporary(path)
+
+    def check() -> None:
+        json.dumps(content.values)  # fails now rather than after the tensors are written
+        content.extra = json_copy(content.extra, "extra")
+        if path.exists():
+            raise _IsThereError
+        if split_number(path)[1] < 0:
+            logger.warning("%s has no number at its end: latest, load_latest and keep_last do not see it", path)
+
     try:
-        temporary.open()
+        try:
+            temporary.open(check)
+        except _IsThereError:
+            _set_aside(path)
+            temporary.open(check)
     except OSError as error:
         raise OSError(f"checkpoint {path} was not written: {error}") from error
     return temporary
+
+
+class _IsThereError(Exception):
+    """Something has the name of the new checkpoint."""
 
 
 def _set_aside(path: Path) -> None:
