@@ -59,6 +59,8 @@ class Temporary:
                 self._lock = (path / _LOCK).open("wb", buffering=0)
                 hold(self._lock)
                 self._lock.write(_host())
+            except FileNotFoundError:
+                continue  # somebody has removed it before there was a lock
             except OSError:  # nothing of it stays on a full disk
                 shutil.rmtree(path, ignore_errors=True)
                 if self._lock is not None:
@@ -106,8 +108,11 @@ def remove_abandoned(directory: Path) -> None:
             with (path / _LOCK).open("r+b") as lock:
                 if try_to_hold(lock) and (lock.read() == _host() or _age(path) > _OTHER_HOSTS):
                     _remove(path)
+        except FileNotFoundError:  # nothing is in it yet, or any more; or it is not of this library, and is not empty
+            with suppress(OSError):
+                path.rmdir()
         except OSError:
-            continue  # it is not of this library, or has just got its name
+            continue
 
 
 def _remove(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -48,8 +49,29 @@ def test_a_removal_that_was_interrupted_is_ended_by_the_next_save(tmp_path, monk
         temporary.remove(tmp_path / "step-1")
     (left,) = _names(tmp_path)
     assert left.startswith(".step-1.")
+    (tmp_path / ".step-0.0123abcd.incomplete").mkdir()  # the end came before the lock was made, or after it had gone
     checkpoint.save(tmp_path / "step-2", model=nn.Linear(2, 2))
     assert _names(tmp_path) == ["step-2"]
+
+
+def test_a_directory_that_another_job_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    names = []
+
+    def hidden(path):
+        names.append(original(path))
+        return names[-1]
+
+    def made(path, *arguments, **options):
+        mkdir(path, *arguments, **options)
+        if names and path == names[0]:
+            temporary.remove_abandoned(tmp_path)
+
+    original, mkdir = temporary._hidden, Path.mkdir
+    monkeypatch.setattr(temporary, "_hidden", hidden)
+    monkeypatch.setattr(Path, "mkdir", made)
+    checkpoint.save(tmp_path / "step-1", model=nn.Linear(2, 2))
+    assert len(names) == 2
+    assert _names(tmp_path) == ["step-1"]
 
 
 def test_only_those_before_the_new_one_are_removed(tmp_path):
