@@ -125,7 +125,7 @@ def save_in_background(path: Path, content: Content, keep_last: int | None, buff
             try:
                 report = _write(temporary.path, rank, content, copies)
             except Exception as error:
-                own_outcome.write({"error": str(error)})
+                own_outcome.write({"error": str(error)[:1000]})  # it has room for so many
                 raise
             own_outcome.write({"report": _to_json(report)})
             own_outcome.close()
